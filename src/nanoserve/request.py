@@ -1,0 +1,228 @@
+"""A request: what was asked, how far it has come, and what comes out.
+
+Floor 0: the standard library only. A `Request` is one sequence (one of a request's `n` choices) and
+keeps one invariant: the first `num_computed_tokens` tokens of its window have K and V in the cache,
+the rest have not. Prefill, chunk, decode and recompute after preemption are all "advance by q".
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 64
+MAX_CHOICES = 128
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended. The first two are OpenAI's words on the wire."""
+
+    STOP = "stop"  # end-of-text, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # the caller went away
+    TIMEOUT = "timeout"  # its deadline passed
+    ERROR = "error"  # its row of logits was not finite, or its step failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen; vLLM's names, the Python API's defaults.
+
+    `temperature` 0 is greedy. `top_k` None, 0 or -1 is off. `max_tokens` None means to the end of
+    the context. `seed` None draws one. `logprobs` k reports each token's log-probability and its k
+    best alternatives, `prompt_logprobs` the same for the prompt. `best_of` None means `n`.
+    Raises ValueError for a value outside its range (NaN always is).
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.top_k is not None and self.top_k in (0, -1):
+            object.__setattr__(self, "top_k", None)
+        check_range("max_tokens", self.max_tokens, 0, math.inf, integer=True)
+        check_range("min_tokens", self.min_tokens, 0, math.inf, integer=True)
+        check_range("temperature", self.temperature, 0.0, math.inf)
+        check_range("top_p", self.top_p, 0.0, 1.0)
+        check_range("top_k", self.top_k, 1, math.inf, integer=True)
+        check_range("min_p", self.min_p, 0.0, 1.0)
+        check_range("repetition_penalty", self.repetition_penalty, 1e-6, math.inf)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_range("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
+        check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True)
+        check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, integer=True)
+        check_range("n", self.n, 1, MAX_CHOICES, integer=True)
+        check_range("best_of", self.best_of, self.n, MAX_CHOICES, integer=True)
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {list(self.stop)!r}")
+        for token_id, bias in self.logit_bias.items():
+            check_range("logit_bias key", token_id, 0, math.inf, integer=True)
+            check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences to run: `best_of`, or `n`."""
+        return self.best_of if self.best_of is not None else self.n
+
+
+def check_range(
+    name: str, value: float | None, low: float, high: float, *, integer: bool = False
+) -> None:
+    """Raise ValueError unless `value` is None or a number (an int if `integer`) in [low, high]."""
+    if value is None:
+        return
+    kind = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}")
+    if not low <= value <= high or math.isinf(value):
+        bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
+
+
+class RequestStatus(enum.Enum):
+    """Where a sequence is; only the scheduler moves it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence of one caller's request, as scheduler and engine carry it.
+
+    `max_tokens` is resolved (never None): the cap after the context's end was taken into account.
+    `window_start` is 0 unless the context slid (`context_overflow="slide"`): the tokens from there
+    on are the window, positions count from its start, and so does `num_computed_tokens`.
+    """
+
+    request_id: str
+    choice: int = 0
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    seed: int = 0
+    arrival_s: float = 0.0
+    priority: int = 0  # lower runs first
+    deadline_s: float | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    window_start: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that a prefix hit or a fork spared, first admission
+    num_preemptions: int = 0
+    num_slides: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together, whether still in the window or not."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Tokens the model may attend to: N once all are computed."""
+        return self.num_tokens - self.window_start
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Window tokens that still need K and V; 1 in steady decode."""
+        return self.num_window_tokens - self.num_computed_tokens
+
+    def window_tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids at window positions [start, stop)."""
+        first, last = self.window_start + start, self.window_start + stop
+        num_prompt = len(self.prompt_token_ids)
+        if first >= num_prompt:
+            return self.output_token_ids[first - num_prompt : last - num_prompt]
+        tail = self.output_token_ids[: max(0, last - num_prompt)]
+        return [*self.prompt_token_ids[first:last], *tail]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One token's log-probability under the raw model, and the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One finished (or running) choice."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None  # the stop string or stop id that matched
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """When things happened (seconds on the engine's clock), and what they cost."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_slides: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    seed: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDelta:
+    """What one step added to one choice: `Engine.step` returns these, `LLM.stream` yields them."""
+
+    request_id: str
+    index: int
+    token_ids: Sequence[int]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
