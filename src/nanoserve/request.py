@@ -226,3 +226,4 @@ class RequestDelta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    output: RequestOutput | None = None  # the whole request, on the delta that ends its last choice

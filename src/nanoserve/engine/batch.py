@@ -8,14 +8,14 @@ so a device needs one transfer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoserve.request import SamplingParams
+from nanoserve.scheduling.plan import ScheduledRequest, StepPlan
 
 SAMPLED = -1
 """In `StepBatch.targets`: this row draws a new token instead of scoring a given one."""
@@ -70,15 +70,80 @@ class StepResult:
     finite: NDArray[np.bool_]  # [R]
 
 
-class Executor(Protocol):
-    """Runs steps. Every backend (eager, graph, native) has exactly this face."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitRow:
+    """One row of logits a scheduled request wants: `offset` counts from its first token row."""
 
-    def execute(self, batch: StepBatch) -> StepResult: ...
+    offset: int
+    target: int  # a token to score, or SAMPLED
+    sampling: RowSampling
+    draw: float
 
-    def warm_up(self) -> None: ...
 
-    def synchronize(self) -> None: ...
+def build_batch(
+    plan: StepPlan,
+    logit_rows: Callable[[ScheduledRequest], Sequence[LogitRow]],
+    *,
+    block_size: int,
+    scratch_block: int,
+) -> StepBatch:
+    """The plan as arrays. `logit_rows` says which rows of a scheduled request need logits.
 
-    def memory_stats(self) -> dict[str, int]: ...
+    Rows of a finished request that the static policy still computes write into the scratch block.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts, context_lens = [0], []
+    rows: list[int] = []
+    wanted: list[LogitRow] = []
+    for item in plan.scheduled:
+        start, stop = item.start, item.start + item.num_tokens
+        first_row = len(token_ids)
+        token_ids += item.request.window_tokens(start, stop)
+        positions += range(start, stop)
+        slots += slot_range(item, block_size, scratch_block)
+        starts.append(len(token_ids))
+        context_lens.append(stop)
+        for row in logit_rows(item):
+            rows.append(first_row + row.offset)
+            wanted.append(row)
+    width = max((len(item.block_table) for item in plan.scheduled), default=0)
+    tables: list[int] = []
+    for item in plan.scheduled:
+        tables += item.block_table
+        tables += [scratch_block] * (width - len(item.block_table))
+    copies = [block for pair in plan.block_copies for block in pair]
+    parts = [token_ids, positions, slots, starts, context_lens, rows]
+    parts += [[row.target for row in wanted], copies, tables]
+    views = split_buffer(parts)
+    return StepBatch(
+        token_ids=views[0],
+        positions=views[1],
+        slot_mapping=views[2],
+        query_starts=views[3],
+        context_lens=views[4],
+        logit_rows=views[5],
+        targets=views[6],
+        block_copies=views[7].reshape(-1, 2),
+        block_tables=views[8].reshape(len(plan.scheduled), width),
+        sampling=tuple(row.sampling for row in wanted),
+        draws=np.array([row.draw for row in wanted], dtype=np.float64),
+    )
 
-    def close(self) -> None: ...
+
+def slot_range(item: ScheduledRequest, block_size: int, scratch_block: int) -> list[int]:
+    """Where the rows of one scheduled request write their K and V; [] positions have no block."""
+    start, stop, table = item.start, item.start + item.num_tokens, item.block_table
+    if not item.writes or not table:
+        return [scratch_block * block_size] * item.num_tokens
+    if item.num_tokens == 1:
+        return [table[start // block_size] * block_size + start % block_size]
+    return [table[p // block_size] * block_size + p % block_size for p in range(start, stop)]
+
+
+def split_buffer(parts: Sequence[Sequence[int]]) -> list[Int32]:
+    """The lists as views of one int32 array, in order."""
+    buffer = np.array([value for part in parts for value in part], dtype=np.int32)
+    ends = np.cumsum([len(part) for part in parts])
+    return np.split(buffer, ends[:-1])

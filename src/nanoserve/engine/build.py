@@ -1,0 +1,194 @@
+"""From an `EngineConfig` to the parts of an engine: every "auto" is resolved here, once.
+
+The executor table is one of the two places where our own code is imported lazily: a backend is
+loaded when it was chosen, so an engine that does not run on PyTorch never imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanoserve.config import Dtype, EngineConfig, ModelConfig
+from nanoserve.engine.executor import Executor, ExecutorSpec
+from nanoserve.model.generation import eos_token_ids, load_tokenizer
+from nanoserve.model.hub import Checkpoint, find
+from nanoserve.model.weights import WeightTensor, dummy_weights, load_model_config, load_weights
+from nanoserve.planner.model import kv_bytes_per_token
+from nanoserve.scheduling.scheduler import Scheduler
+from nanoserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BATCHED_TOKENS = 256
+"""Token budget of a step where the machine was never measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    checkpoint: Checkpoint
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    executor: Executor
+    scheduler: Scheduler
+
+
+def build_parts(
+    config: EngineConfig, donor: EngineParts | None = None, *, track_freed: bool = False
+) -> EngineParts:
+    """Find, check and load everything. Raises ValueError for what cannot be honoured."""
+    checkpoint = donor.checkpoint if donor else find(
+        config.model, revision=config.revision, load_format=config.load_format
+    )
+    model = donor.model_config if donor else load_model_config(checkpoint)
+    tokenizer = donor.tokenizer if donor else load_tokenizer(checkpoint, config.tokenizer)
+    spec = resolve_spec(config, model, tokenizer)
+    logger.info("%s", describe_cache(spec))
+    executor = make_executor(
+        config.executor, spec, weight_tensors(config, checkpoint, model), donor
+    )
+    return EngineParts(
+        checkpoint=checkpoint,
+        model_config=model,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(checkpoint, model, tokenizer.eos_token_id),
+        executor=executor,
+        scheduler=make_scheduler(config, spec, track_freed=track_freed),
+    )
+
+
+def weight_tensors(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+) -> Iterable[WeightTensor]:
+    if checkpoint.kind == "dummy":
+        return dummy_weights(model, config.dummy_seed)
+    return load_weights(checkpoint, model)
+
+
+def make_executor(
+    name: str, spec: ExecutorSpec, tensors: Iterable[WeightTensor], donor: EngineParts | None
+) -> Executor:
+    """The executor table."""
+    if name in ("auto", "eager"):
+        from nanoserve.engine.eager import EagerExecutor
+
+        same = donor.executor if donor and isinstance(donor.executor, EagerExecutor) else None
+        return EagerExecutor(spec, tensors, donor=same)
+    raise ValueError(f"unknown executor {name!r}: --executor takes auto or eager")
+
+
+def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ExecutorSpec:
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config, device)
+    cache_dtype = config.cache.dtype or dtype
+    max_model_len = config.scheduler.max_model_len or model.n_positions
+    if max_model_len > model.n_positions:
+        raise ValueError(
+            f"--max-model-len {max_model_len} exceeds the model's {model.n_positions} positions"
+        )
+    block_size = resolve_block_size(config, max_model_len)
+    return ExecutorSpec(
+        model=model,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        layout=config.cache.layout,
+        block_size=block_size,
+        num_blocks=resolve_num_blocks(config, model, cache_dtype, block_size, max_model_len, device),
+        max_model_len=max_model_len,
+        device=device,
+        threads=config.threads,
+        num_token_ids=min(tokenizer.num_ids, model.vocab_size),
+    )
+
+
+def resolve_device(device: str) -> str:
+    """`auto` looks for the GPU's driver, which needs no PyTorch."""
+    if device == "auto":
+        return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+    return device
+
+
+def resolve_dtype(config: EngineConfig, device: str) -> Dtype:
+    if config.dtype == "auto":
+        return "float16" if device == "cuda" else "float32"
+    return config.dtype
+
+
+def resolve_block_size(config: EngineConfig, max_model_len: int) -> int:
+    """Positions a block holds: this, and nothing else, tells the layouts apart."""
+    return {
+        "recompute": 0,
+        "contiguous": max_model_len,
+        "slots": 1,
+        "paged": config.cache.block_size,
+    }[config.cache.layout]
+
+
+def resolve_num_blocks(
+    config: EngineConfig,
+    model: ModelConfig,
+    cache_dtype: str,
+    block_size: int,
+    max_model_len: int,
+    device: str,
+) -> int:
+    """Blocks of the pool: what was asked for, or what is needed within half of what is free."""
+    if block_size == 0:
+        return 0
+    block_bytes = block_size * kv_bytes_per_token(model, cache_dtype)
+    blocks_per_sequence = -(-max_model_len // block_size)
+    wanted = config.scheduler.max_num_seqs * blocks_per_sequence
+    limit = config.cache.memory_bytes
+    if limit is None and device == "cpu":
+        limit = min(available_memory_bytes() // 2, wanted * block_bytes)
+    num_blocks = wanted if limit is None else limit // block_bytes
+    if num_blocks < blocks_per_sequence:
+        raise ValueError(
+            f"the KV cache may take {limit} bytes, one sequence of {max_model_len} tokens needs "
+            f"{blocks_per_sequence * block_bytes} (--kv-cache-memory-bytes, --max-model-len)"
+        )
+    return num_blocks
+
+
+def available_memory_bytes() -> int:
+    """The smaller of the kernel's MemAvailable and what the cgroup's limit leaves."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, max(0, int(text) - used))
+    return available
+
+
+def describe_cache(spec: ExecutorSpec) -> str:
+    """The start-up line: how many tokens and full-length requests fit."""
+    if spec.layout == "recompute":
+        return "KV cache: none (recompute keeps nothing)"
+    num_tokens = spec.num_blocks * spec.block_size
+    num_bytes = num_tokens * kv_bytes_per_token(spec.model, spec.cache_dtype)
+    return (
+        f"KV cache: {spec.layout}, {spec.cache_dtype}, {num_bytes / 2**20:.1f} MiB for "
+        f"{num_tokens} tokens, {num_tokens // spec.max_model_len} requests of "
+        f"{spec.max_model_len}"
+    )
+
+
+def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: bool) -> Scheduler:
+    whole_prompts = spec.max_model_len if spec.layout == "recompute" else 0
+    budget = config.scheduler.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, whole_prompts)
+    return Scheduler(
+        config.scheduler,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size or None,
+        max_model_len=spec.max_model_len,
+        max_num_batched_tokens=budget,
+        track_freed=track_freed,
+    )

@@ -1,0 +1,145 @@
+"""The eager executor: the PyTorch forward pass, one operation after another.
+
+It is the reference every faster executor is compared with, and runs wherever PyTorch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.engine.batch import SAMPLED, StepBatch, StepResult
+from nanoserve.engine.executor import ExecutorSpec
+from nanoserve.engine.sampling import sample
+from nanoserve.kv.cache import TORCH_DTYPES, BlockCache, KVCache, RecomputeCache
+from nanoserve.kv.step import StepTensors
+from nanoserve.model.gpt2 import GPT2
+from nanoserve.model.weights import WeightTensor
+
+MAX_LOGIT_ROWS = 64
+"""Rows of logits held at once: scoring a prompt must not need [N, V] (196 MiB at 1,024)."""
+
+
+class EagerExecutor:
+    """See `Executor`. `donor` shares its weights, so arms of a comparison hold them once."""
+
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        tensors: Iterable[WeightTensor],
+        donor: EagerExecutor | None = None,
+    ) -> None:
+        self.spec = spec
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        device = torch.device(spec.device)
+        if donor is not None:
+            self.model = donor.model
+        else:
+            self.model = GPT2.load(spec.model, tensors, dtype=spec.dtype, device=device)
+        self.cache = make_cache(spec, device)
+
+    @torch.inference_mode()
+    def execute(self, batch: StepBatch) -> StepResult:
+        hidden = self.model.hidden(step_tensors(batch, self.model.device), self.cache)
+        slices = [
+            self._sample(batch, hidden, slice(first, first + MAX_LOGIT_ROWS))
+            for first in range(0, len(batch.targets), MAX_LOGIT_ROWS)
+        ]
+        return slices[0] if len(slices) == 1 else concatenate(slices)
+
+    def _sample(self, batch: StepBatch, hidden: Tensor, rows: slice) -> StepResult:
+        logits = self.model.logits(hidden[rows])
+        return sample(
+            logits.cpu().numpy(),
+            batch.targets[rows],
+            batch.sampling[rows],
+            batch.draws[rows],
+            num_token_ids=self.spec.num_token_ids,
+        )
+
+    def warm_up(self) -> None:
+        """One token through the scratch block."""
+        scratch = self.spec.num_blocks
+        self.execute(
+            StepBatch(
+                token_ids=np.zeros(1, np.int32),
+                positions=np.zeros(1, np.int32),
+                slot_mapping=np.full(1, scratch * self.spec.block_size, np.int32),
+                query_starts=np.array([0, 1], np.int32),
+                context_lens=np.ones(1, np.int32),
+                block_tables=np.full((1, 1), scratch, np.int32),
+                logit_rows=np.zeros(0, np.int32),
+                targets=np.full(0, SAMPLED, np.int32),
+                block_copies=np.zeros((0, 2), np.int32),
+                sampling=(),
+                draws=np.zeros(0),
+            )
+        )
+
+    def synchronize(self) -> None:
+        if self.spec.device == "cuda":
+            torch.cuda.synchronize()
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"weights_bytes": self.model.nbytes, "cache_bytes": self.cache.nbytes}
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "executor": "eager",
+            "kernels": "PyTorch scaled_dot_product_attention",
+            "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()),
+        }
+
+    def poison(self, blocks: list[int]) -> None:
+        if isinstance(self.cache, BlockCache):
+            self.cache.poison(blocks)
+
+    def close(self) -> None:
+        self.cache.reset()
+
+
+def make_cache(spec: ExecutorSpec, device: torch.device) -> KVCache:
+    dtype = TORCH_DTYPES[spec.cache_dtype]
+    if spec.layout == "recompute":
+        return RecomputeCache(spec.model, dtype=dtype)
+    return BlockCache(
+        spec.model,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def step_tensors(batch: StepBatch, device: torch.device) -> StepTensors:
+    """The integers on the device, the lengths on the host."""
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return StepTensors(
+        token_ids=on_device(batch.token_ids),
+        positions=on_device(batch.positions),
+        slot_mapping=on_device(batch.slot_mapping),
+        block_tables=on_device(batch.block_tables),
+        logit_rows=on_device(batch.logit_rows),
+        query_starts=tuple(batch.query_starts.tolist()),
+        context_lens=tuple(batch.context_lens.tolist()),
+        block_copies=tuple(map(tuple, batch.block_copies.tolist())),
+    )
+
+
+def concatenate(results: list[StepResult]) -> StepResult:
+    """The slices of one step's rows, in order; no slice is a step without logits."""
+    empty = np.zeros(0)
+    return StepResult(
+        token_ids=np.concatenate([empty.astype(np.int32), *(r.token_ids for r in results)]),
+        logprobs=np.concatenate([empty, *(r.logprobs for r in results)]),
+        top_logprobs=tuple(top for r in results for top in r.top_logprobs),
+        finite=np.concatenate([empty.astype(np.bool_), *(r.finite for r in results)]),
+    )

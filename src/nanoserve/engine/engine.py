@@ -1,0 +1,243 @@
+"""The engine: requests in, deltas out, one step at a time; where decisions meet tensors.
+
+A step is one sentence: the scheduler plans, the executor computes, the engine commits what was
+sampled. Nothing here knows prefill from decode, one cache layout from another, or one executor from
+another. Not thread-safe: whoever owns an engine calls it from one thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import LogitRow, StepBatch, StepResult, build_batch
+from nanoserve.engine.build import build_parts
+from nanoserve.engine.metrics import EngineLog
+from nanoserve.engine.sampling import check_token_ids
+from nanoserve.engine.sequence import ActiveSequence, RequestGroup, Token
+from nanoserve.request import FinishReason, Request, RequestDelta, SamplingParams
+from nanoserve.scheduling.plan import ScheduledRequest, StepPlan
+
+
+class StepError(RuntimeError):
+    """The executor failed in a step; `request_ids` were in it and are gone. Its cause is chained."""
+
+    def __init__(self, request_ids: list[str]) -> None:
+        super().__init__(f"a step failed; dropped with it: {', '.join(request_ids)}")
+        self.request_ids = request_ids
+
+
+class Engine:
+    """Continuous-batching generation over one model and one cache.
+
+    `donor` shares its loaded weights, so that arms of a comparison hold them once. `clock` gives
+    seconds; deadlines and metrics use nothing else. `poison_freed` is for tests: blocks that the
+    scheduler lets go are filled with NaN before anyone reuses them.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        donor: Engine | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        poison_freed: bool = False,
+    ) -> None:
+        self.config = config
+        self.parts = build_parts(config, donor.parts if donor else None, track_freed=poison_freed)
+        self.model_config = self.parts.model_config
+        self.tokenizer = self.parts.tokenizer
+        self.executor = self.parts.executor
+        self.scheduler = self.parts.scheduler
+        self.spec = self.executor.spec
+        self.clock = clock
+        self.log = EngineLog()
+        self.poison_freed = poison_freed
+        self._groups: dict[str, RequestGroup] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._groups)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+        arrival_s: float | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Queue a request. Lower `priority` runs first; after `timeout_s` it ends as TIMEOUT.
+
+        Raises ValueError, and queues nothing, for a prompt that is empty, holds an id outside the
+        vocabulary or does not fit the context; for parameters that this model cannot honour; for an
+        id that is in use; and for a request that the cache could never hold.
+        """
+        params = params or SamplingParams()
+        if request_id in self._groups:
+            raise ValueError(f"request id {request_id!r} is in use")
+        self._check_prompt(prompt_token_ids)
+        check_token_ids(params, self.model_config.vocab_size)
+        arrival_s = self.clock() if arrival_s is None else arrival_s
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        requests = [
+            Request(
+                request_id=request_id,
+                choice=choice,
+                prompt_token_ids=tuple(prompt_token_ids),
+                params=params,
+                max_tokens=self._resolve_max_tokens(len(prompt_token_ids), params.max_tokens),
+                seed=seed,
+                arrival_s=arrival_s,
+                priority=priority,
+                deadline_s=None if timeout_s is None else arrival_s + timeout_s,
+            )
+            for choice in range(params.num_choices)
+        ]
+        for request in requests:  # alike in size: the first is refused, or none
+            self.scheduler.add(request)
+        self._groups[request_id] = RequestGroup(
+            [self.log.arrived(request) for request in requests],
+            prompt,
+            self.tokenizer,
+            self.parts.eos_token_ids,
+        )
+
+    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+        limit, vocab_size = self.spec.max_model_len, self.model_config.vocab_size
+        if not token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise ValueError(f"a prompt token id must be an integer, got {token_id!r}")
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"prompt token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
+                )
+        if len(token_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and the context holds {limit} "
+                "(--max-model-len): at most one less can be a prompt"
+            )
+
+    def _resolve_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """The cap after the context's end: clamped, or refused under `strict_context`."""
+        scheduling = self.config.scheduler
+        room = self.spec.max_model_len - num_prompt_tokens
+        if max_tokens is None:
+            return room
+        if max_tokens <= room or scheduling.context_overflow == "slide":
+            return max_tokens
+        if scheduling.strict_context:
+            raise ValueError(
+                f"prompt ({num_prompt_tokens}) + max_tokens ({max_tokens}) is "
+                f"{num_prompt_tokens + max_tokens} tokens, the context holds "
+                f"{self.spec.max_model_len} (--strict-context refuses what would be cut)"
+            )
+        return room
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request in whatever state it is; its blocks are free at once. False: not known."""
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return False
+        for request in self.scheduler.abort(request_id):
+            self.log.aborted(request)
+        return True
+
+    def step(self) -> list[RequestDelta]:
+        """Plan, execute, commit: every scheduled request advances once.
+
+        Raises StepError if the executor failed: the requests of this step are dropped, the others
+        go on with the next.
+        """
+        now = self.clock()
+        plan = self.scheduler.schedule(now)
+        self.log.planned(plan, now)
+        if self.poison_freed:
+            self.executor.poison(self.scheduler.take_freed())
+        deltas = self._expire(plan)
+        if plan.scheduled:
+            deltas += self._commit(plan, self._execute(plan))
+        return deltas
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        try:
+            result = self.executor.execute(self._build_batch(plan))
+        except Exception as error:
+            raise StepError(self._fail(plan)) from error
+        self.log.executed(self.clock())
+        return result
+
+    def _fail(self, plan: StepPlan) -> list[str]:
+        """Drop the requests of a step that could not be computed; their ids."""
+        self.log.executed(self.clock(), failed=True)
+        rows = [item.request for item in plan.scheduled if item.writes]
+        self.scheduler.commit(
+            plan, [None] * len(plan.scheduled), dict.fromkeys(rows, FinishReason.ERROR)
+        )
+        for request in rows:
+            self.log.ended(request, FinishReason.ERROR)
+        failed = sorted({request.request_id for request in rows})
+        for request_id in failed:
+            self.abort(request_id)
+        return failed
+
+    def _build_batch(self, plan: StepPlan) -> StepBatch:
+        return build_batch(
+            plan,
+            self._logit_rows,
+            block_size=self.spec.block_size,
+            scratch_block=self.spec.num_blocks,
+        )
+
+    def _sequence(self, request: Request) -> ActiveSequence:
+        return self._groups[request.request_id].sequences[request.choice]
+
+    def _logit_rows(self, item: ScheduledRequest) -> list[LogitRow]:
+        return self._sequence(item.request).logit_rows(item) if item.writes else []
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        """Read the sampled rows into their sequences, then let the scheduler move on."""
+        now = self.clock()
+        tokens: list[int | None] = []
+        finished: dict[Request, FinishReason] = {}
+        deltas: list[RequestDelta] = []
+        row = 0
+        for item in plan.scheduled:
+            tokens.append(None)
+            if not item.writes:
+                continue
+            sequence = self._sequence(item.request)
+            row = sequence.read_prompt_rows(item, result, row)
+            if item.samples:
+                delta = sequence.read(Token.read(result, row), now)
+                row += 1
+                tokens[-1] = delta.token_ids[0] if delta.token_ids else None
+                if delta.finish_reason is not None:
+                    finished[item.request] = delta.finish_reason
+                deltas.append(delta)
+        self.scheduler.commit(plan, tokens, finished)
+        return self._release(deltas)
+
+    def _expire(self, plan: StepPlan) -> list[RequestDelta]:
+        return self._release(
+            [self._sequence(request).end(FinishReason.TIMEOUT) for request in plan.expired]
+        )
+
+    def _release(self, deltas: list[RequestDelta]) -> list[RequestDelta]:
+        """What callers may see; requests whose last choice ended are forgotten here."""
+        released: list[RequestDelta] = []
+        for delta in deltas:
+            group = self._groups[delta.request_id]
+            released += group.release(delta)
+            if delta.finish_reason is not None:
+                self.log.ended(group.sequences[delta.index].request, delta.finish_reason)
+            if group.is_finished:
+                del self._groups[delta.request_id]
+        return released

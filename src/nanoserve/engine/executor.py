@@ -1,0 +1,67 @@
+"""What an executor is: the one face every backend has, and what it is built from.
+
+`eager`, `graph` and `native` differ in how a step is computed and in nothing else; the engine holds
+whichever it was given and never asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanoserve.config import Dtype, Layout, ModelConfig
+from nanoserve.engine.batch import StepBatch, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorSpec:
+    """Everything a backend must know before it sees a weight; all values resolved, no "auto".
+
+    `block_size` x (`num_blocks` + 1 scratch block) positions are addressable; both are 0 for
+    `recompute`. `num_token_ids`: ids from there on are unknown to the tokenizer and never drawn.
+    """
+
+    model: ModelConfig
+    dtype: Dtype
+    cache_dtype: Dtype
+    layout: Layout
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    device: str
+    threads: int | None
+    num_token_ids: int
+
+
+class Executor(Protocol):
+    """Runs steps."""
+
+    spec: ExecutorSpec
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Append, attend, sample: the only device-to-host point of a step is the result."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run a real step, so that the first request does not pay for lazy set-up."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when the device has nothing left to do."""
+        ...
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes by purpose: at least `weights_bytes` and `cache_bytes` (reserved, not touched)."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """What really runs: executor, kernels, library versions, threads."""
+        ...
+
+    def poison(self, blocks: list[int]) -> None:
+        """Fill freed blocks with NaN; for tests, which must notice whoever reads them."""
+        ...
+
+    def close(self) -> None:
+        """Give memory and threads back."""
+        ...

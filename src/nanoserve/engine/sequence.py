@@ -1,0 +1,284 @@
+"""What the engine keeps of a request beside the scheduler's bookkeeping: draws, text, account.
+
+`ActiveSequence` is one choice: it turns sampled tokens into text, notices where it ends, and never
+reads a token after its end. `RequestGroup` is one request with all its choices: it knows which of
+them the caller wants, and makes the final `RequestOutput`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from nanoserve.engine.batch import SAMPLED, LogitRow, RowSampling, StepResult
+from nanoserve.engine.metrics import RequestAccount
+from nanoserve.engine.sampling import DrawStream
+from nanoserve.engine.text import TextStream
+from nanoserve.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestDelta,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprob,
+)
+from nanoserve.scheduling.plan import ScheduledRequest
+from nanoserve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One row of a step's result."""
+
+    token_id: int
+    logprob: TokenLogprob
+    finite: bool
+
+    @classmethod
+    def read(cls, result: StepResult, row: int) -> Self:
+        token_id = int(result.token_ids[row])
+        return cls(
+            token_id=token_id,
+            logprob=TokenLogprob(
+                token_id=token_id,
+                logprob=float(result.logprobs[row]),
+                top=result.top_logprobs[row],
+            ),
+            finite=bool(result.finite[row]),
+        )
+
+
+class ActiveSequence:
+    """One choice of one request, from its arrival to its end."""
+
+    def __init__(
+        self, account: RequestAccount, tokenizer: Tokenizer, eos_ids: tuple[int, ...]
+    ) -> None:
+        request, params = account.request, account.request.params
+        self.account = account
+        self.request = request
+        self.end_ids = set(params.stop_token_ids)
+        self.eos_ids = set() if params.ignore_eos else set(eos_ids)
+        self.draws = DrawStream(request.seed, request.choice)
+        self.text = TextStream(
+            tokenizer,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=True,
+        )
+        self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.stop_reason: str | int | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.is_broken = False  # a row of its prompt's logits was not finite
+        self.wants_logprobs = params.logprobs is not None or params.num_choices > params.n
+        self.row_sampling = RowSampling(
+            params=params,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            num_logprobs=(params.logprobs or 0) if self.wants_logprobs else None,
+        )
+
+    def logit_rows(self, item: ScheduledRequest) -> list[LogitRow]:
+        """The rows of `item` that need logits: prompt tokens to score, then the one to draw."""
+        rows = self._prompt_rows(item) if self.scores_prompt else []
+        if item.samples:
+            num_output = len(self.request.output_token_ids)
+            sampling = self.row_sampling
+            if num_output < sampling.params.min_tokens:
+                masked = tuple(self.end_ids | self.eos_ids)
+                sampling = replace(sampling, masked_token_ids=masked)
+            rows.append(
+                LogitRow(
+                    offset=item.num_tokens - 1,
+                    target=SAMPLED,
+                    sampling=sampling,
+                    draw=self.draws.at(num_output),
+                )
+            )
+        return rows
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.params.prompt_logprobs is not None and self.request.choice == 0
+
+    def _prompt_rows(self, item: ScheduledRequest) -> list[LogitRow]:
+        """Rows that score prompt tokens not scored yet: position p is scored by row p - 1."""
+        prompt = self.request.prompt_token_ids
+        sampling = replace(
+            self.row_sampling, num_logprobs=self.request.params.prompt_logprobs
+        )
+        first = max(item.start, len(self.prompt_logprobs))
+        return [
+            LogitRow(offset=p - item.start, target=prompt[p + 1], sampling=sampling, draw=0.0)
+            for p in range(first, min(item.start + item.num_tokens, len(prompt) - 1))
+        ]
+
+    def read_prompt_rows(self, item: ScheduledRequest, result: StepResult, row: int) -> int:
+        """Take the scored prompt tokens of `item`, whose rows begin at `row`; the row after them."""
+        if not self.scores_prompt:
+            return row
+        num_rows = len(self._prompt_rows(item))
+        for scored in range(row, row + num_rows):
+            token = Token.read(result, scored)
+            self.is_broken |= not token.finite
+            self.prompt_logprobs.append(token.logprob)
+        return row + num_rows
+
+    def read(self, token: Token, now: float) -> RequestDelta:
+        """Take the sampled token; the delta says what it added and whether the choice ended."""
+        request = self.request
+        if self.is_broken or not token.finite:
+            return self.end(FinishReason.ERROR)
+        if request.max_tokens == 0:
+            return self.end(FinishReason.LENGTH)
+        if self.account.first_token_s is None:
+            self.account.first_token_s = now
+        self.account.last_token_s = now
+        if self.wants_logprobs:
+            self.logprobs.append(token.logprob)
+        if token.token_id in self.eos_ids:
+            return self.end(FinishReason.STOP, token)
+        if token.token_id in self.end_ids:
+            self.stop_reason = token.token_id
+            return self.end(FinishReason.STOP, token)
+        delta = self.text.push(token.token_id)
+        self.pieces.append(delta.text)
+        if delta.stop is not None:
+            self.stop_reason = delta.stop
+            return self._delta(delta.text, token, FinishReason.STOP)
+        if len(request.output_token_ids) + 1 >= request.max_tokens:
+            return self.end(FinishReason.LENGTH, token, delta.text)
+        return self._delta(delta.text, token, None)
+
+    def end(
+        self, reason: FinishReason, token: Token | None = None, text: str = ""
+    ) -> RequestDelta:
+        """The last delta: text that was held back comes out now."""
+        held = self.text.finish()
+        self.pieces.append(held)
+        return self._delta(text + held, token, reason)
+
+    def _delta(self, text: str, token: Token | None, reason: FinishReason | None) -> RequestDelta:
+        wanted = self.request.params.logprobs is not None and token is not None
+        return RequestDelta(
+            request_id=self.request.request_id,
+            index=self.request.choice,
+            token_ids=() if token is None else (token.token_id,),
+            text=text,
+            logprobs=(token.logprob,) if wanted and token is not None else None,
+            finish_reason=reason,
+            stop_reason=self.stop_reason if reason is not None else None,
+        )
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the output, None where log-probabilities were not computed."""
+        return sum(lp.logprob for lp in self.logprobs) if self.wants_logprobs else None
+
+    @property
+    def mean_logprob(self) -> float:
+        """What `best_of` ranks by; an empty output ranks last."""
+        return (self.cumulative_logprob or 0.0) / len(self.logprobs) if self.logprobs else -1e30
+
+    def output(self, index: int, reason: FinishReason | None) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text="".join(self.pieces),
+            token_ids=tuple(self.request.output_token_ids),
+            finish_reason=reason,
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
+            cumulative_logprob=self.cumulative_logprob,
+        )
+
+
+class RequestGroup:
+    """All choices of one request. With `best_of` > `n` nothing is released before the last ends."""
+
+    def __init__(
+        self,
+        accounts: list[RequestAccount],
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self.sequences = [ActiveSequence(account, tokenizer, eos_ids) for account in accounts]
+        self.prompt = prompt
+        self.params = accounts[0].request.params
+        self.finish_reasons: dict[int, FinishReason] = {}
+        self.holds_back = self.params.num_choices > self.params.n
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.finish_reasons) == len(self.sequences)
+
+    def release(self, delta: RequestDelta) -> list[RequestDelta]:
+        """What the caller may see now that `delta` happened.
+
+        Called after the scheduler committed the step, so outputs are complete.
+        """
+        if delta.finish_reason is not None:
+            self.finish_reasons[delta.index] = delta.finish_reason
+        if self.holds_back:
+            deltas = self._best() if self.is_finished else []
+        else:
+            deltas = [delta]
+        if self.is_finished:
+            deltas[-1] = replace(deltas[-1], output=self.output())
+        return deltas
+
+    def _chosen(self) -> list[ActiveSequence]:
+        """The n choices the caller gets: the best by mean log-probability, ties by index."""
+        if not self.holds_back:
+            return self.sequences
+        ranked = sorted(self.sequences, key=lambda s: (-s.mean_logprob, s.request.choice))
+        return ranked[: self.params.n]
+
+    def _best(self) -> list[RequestDelta]:
+        outputs = self.output().outputs
+        return [
+            RequestDelta(
+                request_id=self.sequences[0].request.request_id,
+                index=choice.index,
+                token_ids=choice.token_ids,
+                text=choice.text,
+                logprobs=choice.logprobs,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+            for choice in outputs
+        ]
+
+    def output(self) -> RequestOutput:
+        first = self.sequences[0]
+        scored = (None, *first.prompt_logprobs) if first.scores_prompt else None
+        return RequestOutput(
+            request_id=first.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.request.prompt_token_ids,
+            outputs=tuple(
+                sequence.output(index, self.finish_reasons.get(sequence.request.choice))
+                for index, sequence in enumerate(self._chosen())
+            ),
+            seed=first.request.seed,
+            prompt_logprobs=scored,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        accounts = [s.account for s in self.sequences]
+        requests = [a.request for a in accounts]
+        scheduled = [a.first_scheduled_s for a in accounts if a.first_scheduled_s is not None]
+        first = [a.first_token_s for a in accounts if a.first_token_s is not None]
+        last = [a.last_token_s for a in accounts if a.last_token_s is not None]
+        return RequestMetrics(
+            arrival_s=requests[0].arrival_s,
+            first_scheduled_s=min(scheduled, default=None),
+            first_token_s=min(first, default=None),
+            last_token_s=max(last, default=None),
+            num_cached_tokens=sum(r.num_cached_tokens for r in requests),
+            num_preemptions=sum(r.num_preemptions for r in requests),
+            num_slides=sum(r.num_slides for r in requests),
+        )
