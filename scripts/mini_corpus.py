@@ -10,6 +10,7 @@ a document.
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import struct
 import subprocess
@@ -114,13 +115,9 @@ def read_deb_member(path: Path, suffix: str) -> bytes:
         name = blob[offset : offset + 16].decode().strip()
         size = int(blob[offset + 48 : offset + 58])
         if name.startswith("data.tar"):
-            inner = path.parent / name.rstrip("/")
-            inner.write_bytes(blob[offset + 60 : offset + 60 + size])
-            with tarfile.open(inner) as tar:
+            with tarfile.open(fileobj=io.BytesIO(blob[offset + 60 : offset + 60 + size])) as tar:
                 member = next(m for m in tar.getmembers() if m.name.endswith(suffix))
-                data = tar.extractfile(member).read()  # type: ignore[union-attr]
-            inner.unlink()
-            return data
+                return tar.extractfile(member).read()  # type: ignore[union-attr]
         offset += 60 + size + size % 2
     raise ValueError(f"{path.name} holds no data.tar")
 

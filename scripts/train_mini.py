@@ -1,11 +1,12 @@
 """Train `mini`, the embedded model: GPT-2's architecture at 4.5 M parameters, on storybook English.
 
-One run on a two-core machine takes about an hour and a half; it can be killed at any moment and goes on
-from its last checkpoint. Everything is seeded: the document order, the windows, the initial weights
-and dropout. Weights are exported in Hugging Face's GPT-2 layout, fp16.
+It takes about an hour on two cores, can be killed at any moment, and goes on from its checkpoint.
+Everything is seeded: the document order, the windows, the initial weights and dropout. Workers are
+processes of one thread that split each step's sequences and add up their gradients: unlike threads
+that meet at barriers inside every operation, they are hardly slowed by a busy neighbour.
 
     python scripts/train_mini.py --work build/mini            # train, or go on
-    python scripts/train_mini.py --work build/mini --export src/nanoserve/models/mini
+    python scripts/export_mini.py --work build/mini           # ship what was trained
 
 The model here is for training only (dropout, autograd); inference is `nanoserve.model.gpt2`, and a
 test holds the two to the same held-out loss.
@@ -16,13 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 import torch.nn.functional as F
 from mini_corpus import REPEATS, Document, load_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,11 +33,11 @@ from torch import Tensor, nn
 SEED = 1804
 VOCAB_SIZE, CONTEXT, LAYERS, HEADS, WIDTH = 4096, 1024, 4, 4, 256
 EOT = VOCAB_SIZE - 1
-SEQUENCES_PER_STEP, SEQUENCES_PER_PASS = 8, 1
+SEQUENCES_PER_STEP = 8
 DROPOUT = 0.1
 ADAM_LR, MUON_LR, WEIGHT_DECAY = 1.5e-3, 3.5e-3, 0.1
 WARMUP_STEPS = 100
-EVAL_EVERY, SAVE_EVERY = 100, 50
+LOG_EVERY, EVAL_EVERY, SAVE_EVERY = 10, 100, 50
 
 
 def train_tokenizer(documents: list[Document]) -> Tokenizer:
@@ -100,11 +102,13 @@ class TrainingGPT2(nn.Module):
         for block in self.h:
             x = block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.view(-1, VOCAB_SIZE), targets.reshape(-1), reduction=reduction)
+        return F.cross_entropy(
+            logits.view(-1, VOCAB_SIZE), targets.reshape(-1), reduction=reduction
+        )
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document]) -> list[list[int]]:
-    return [e.ids + [EOT] for e in tokenizer.encode_batch([d.text for d in documents])]
+    return [[*e.ids, EOT] for e in tokenizer.encode_batch([d.text for d in documents])]
 
 
 def windows(encoded: list[list[int]], books: list[str], epoch: int) -> Tensor:
@@ -177,73 +181,87 @@ def make_optimizers(model: TrainingGPT2) -> list[torch.optim.Optimizer]:
 def save_checkpoint(path: Path, state: dict[str, object]) -> None:
     """Whole or not at all: a kill in the middle leaves the previous checkpoint."""
     torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    path.with_suffix(".tmp").replace(path)
 
 
-def train(work: Path, corpus: Path, steps: int, threads: int) -> None:
-    torch.set_num_threads(threads)
-    torch.manual_seed(SEED)
+def add_up_gradients(model: nn.Module) -> None:
+    """Every worker's gradients become the sum over all workers."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int
+) -> int:
+    """Restore what was saved; the step to go on with, 0 where nothing was."""
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    if state["steps"] != steps:
+        raise ValueError(f"{path} was trained for --steps {state['steps']}, got {steps}")
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return int(state["step"])
+
+
+def train_step(model: TrainingGPT2, rows: Tensor, worker: int, workers: int) -> float:
+    """Gradients of the whole step on every worker; its mean loss."""
+    total = torch.zeros(1)
+    for part in rows[worker::workers].split(1):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(part[:, :-1], part[:, 1:]) / len(rows)
+        loss.backward()
+        total += loss.detach()
+    add_up_gradients(model)
+    dist.all_reduce(total)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return total.item()
+
+
+def train(worker: int, workers: int, work: Path, corpus: Path, steps: int) -> None:
+    torch.set_num_threads(1)
+    rendezvous = f"file://{work.resolve()}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=worker, world_size=workers)
     train_documents, held_out = load_documents(corpus)
-    work.mkdir(parents=True, exist_ok=True)
-    tokenizer_path = work / "tokenizer.json"
-    if not tokenizer_path.exists():
-        train_tokenizer(train_documents).save(str(tokenizer_path))
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     encoded, books = encode(tokenizer, train_documents), [d.book for d in train_documents]
     encoded_held_out = encode(tokenizer, held_out)
 
+    torch.manual_seed(SEED)
     model = TrainingGPT2()
     optimizers = make_optimizers(model)
     peaks = [[g["lr"] for g in o.param_groups] for o in optimizers]
-    first_step, path = 0, work / "checkpoint.pt"
-    if path.exists():
-        state = torch.load(path, weights_only=True)
-        if state["steps"] != steps:
-            raise ValueError(f"{path} was trained for --steps {state['steps']}, got {steps}")
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        torch.set_rng_state(state["rng"])
-        first_step = state["step"]
-    num_tokens = sum(len(e) * REPEATS.get(b, 1) for e, b in zip(encoded, books, strict=True))
-    print(f"{num_tokens:,} training tokens an epoch, step {first_step} of {steps}", flush=True)
-
+    first_step = load_checkpoint(work / "checkpoint.pt", model, optimizers, steps)
     started, source = time.perf_counter(), batches(encoded, books, first_step)
-    log = (work / "log.jsonl").open("a")
     for step in range(first_step, steps):
+        torch.manual_seed(SEED + step * workers + worker)  # of dropout
         share = learning_rate(step, steps)
         for optimizer, rates in zip(optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * share
-        total = 0.0
-        for rows in next(source).split(SEQUENCES_PER_PASS):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(rows[:, :-1], rows[:, 1:])
-            share_of_step = len(rows) / SEQUENCES_PER_STEP
-            (loss * share_of_step).backward()
-            total += loss.item() * share_of_step
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        train_loss = train_step(model, next(source), worker, workers)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         done = step + 1
-        if done % 10 == 0 or done == steps:
-            entry = {"step": done, "train_loss": round(total, 4)}
+        if worker == 0 and (done % LOG_EVERY == 0 or done == steps):
+            entry = {"step": done, "train_loss": round(train_loss, 4)}
             if done % EVAL_EVERY == 0 or done == steps:
-                entry["held_out_loss"] = round(held_out_losses(model, encoded_held_out).mean().item(), 4)
-            rate = (done - first_step) * SEQUENCES_PER_STEP * CONTEXT
-            entry["tokens_per_s"] = round(rate / (time.perf_counter() - started))
-            print(json.dumps(entry), file=log, flush=True)
+                losses = held_out_losses(model, encoded_held_out)
+                entry["held_out_loss"] = round(losses.mean().item(), 4)
+            num_tokens = (done - first_step) * SEQUENCES_PER_STEP * CONTEXT
+            entry["tokens_per_s"] = round(num_tokens / (time.perf_counter() - started))
+            with (work / "log.jsonl").open("a") as log:
+                print(json.dumps(entry), file=log)
             print(json.dumps(entry), flush=True)
-        if done % SAVE_EVERY == 0 or done == steps:
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in optimizers],
-                "rng": torch.get_rng_state(),
-                "step": done,
-                "steps": steps,
-            }
-            save_checkpoint(path, state)
+        if worker == 0 and (done % SAVE_EVERY == 0 or done == steps):
+            optimizer_states = [o.state_dict() for o in optimizers]
+            state = {"model": model.state_dict(), "optimizers": optimizer_states}
+            save_checkpoint(work / "checkpoint.pt", state | {"step": done, "steps": steps})
 
 
 def main() -> None:
@@ -251,9 +269,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="checkpoint, tokenizer and log")
     parser.add_argument("--corpus", type=Path, help="folder of the archives (default: WORK/corpus)")
     parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     options = parser.parse_args()
-    train(options.work, options.corpus or options.work / "corpus", options.steps, options.threads)
+    work, corpus = options.work, options.corpus or options.work / "corpus"
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "rendezvous").unlink(missing_ok=True)
+    if not (work / "tokenizer.json").exists():
+        train_tokenizer(load_documents(corpus)[0]).save(str(work / "tokenizer.json"))
+    arguments = (options.workers, work, corpus, options.steps)
+    torch.multiprocessing.spawn(train, arguments, nprocs=options.workers)
 
 
 if __name__ == "__main__":

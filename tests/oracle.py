@@ -40,9 +40,21 @@ def activate(name: str, x: Float64) -> Float64:
     return x / (1 + np.exp(-rate * x))
 
 
-def attend(config: ModelConfig, layer: int, qkv: Float64) -> Float64:
+def stored(x: Float64, dtype: str | None) -> Float64:
+    """`x` as a cache of this dtype gives it back, rounded to nearest even; None keeps it whole."""
+    if dtype == "float16":
+        return x.astype(np.float16).astype(np.float64)
+    if dtype == "bfloat16":  # the upper half of a float32
+        bits = x.astype(np.float32).view(np.uint32)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000
+        return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+    return x
+
+
+def attend(config: ModelConfig, layer: int, qkv: Float64, kv_dtype: str | None = None) -> Float64:
     num_tokens = len(qkv)
     q, k, v = np.split(qkv, 3, axis=-1)
+    k, v = stored(k, kv_dtype), stored(v, kv_dtype)
     mixed = np.empty_like(q)
     for head in range(config.n_head):
         part = slice(head * config.head_size, (head + 1) * config.head_size)
@@ -58,9 +70,15 @@ def attend(config: ModelConfig, layer: int, qkv: Float64) -> Float64:
 
 
 def logits(
-    config: ModelConfig, weights: Mapping[str, Float64], token_ids: Sequence[int]
+    config: ModelConfig,
+    weights: Mapping[str, Float64],
+    token_ids: Sequence[int],
+    kv_dtype: str | None = None,
 ) -> Float64:
-    """[N, V]: row p holds the logits of the token after position p."""
+    """[N, V]: row p holds the logits of the token after position p.
+
+    `kv_dtype` rounds keys and values to what such a cache stores.
+    """
     eps = config.layer_norm_epsilon
     x = weights["wte.weight"][list(token_ids)] + weights["wpe.weight"][: len(token_ids)]
     for layer in range(config.n_layer):
@@ -71,7 +89,7 @@ def logits(
         }
         normed = layer_norm(x, h["ln_1.weight"], h["ln_1.bias"], eps)
         qkv = normed @ h["attn.c_attn.weight"] + h["attn.c_attn.bias"]
-        mixed = attend(config, layer, qkv)
+        mixed = attend(config, layer, qkv, kv_dtype)
         x = x + mixed @ h["attn.c_proj.weight"] + h["attn.c_proj.bias"]
         normed = layer_norm(x, h["ln_2.weight"], h["ln_2.bias"], eps)
         inner = activate(
@@ -90,6 +108,26 @@ def greedy(
     for _ in range(max_tokens):
         text.append(int(logits(config, weights, text)[-1].argmax()))
     return text[len(token_ids) :]
+
+
+def draw(row: Float64, uniform: float, temperature: float) -> tuple[int, float]:
+    """The token that `uniform` picks from one row of logits, and how far it is from another's.
+
+    Inverse CDF over ids in ascending order. The distance is a probability.
+    """
+    weights = np.exp((row - row.max()) / temperature)
+    ends = weights.cumsum() / weights.sum()
+    return int((ends <= uniform).sum()), float(np.abs(ends[:-1] - uniform).min())
+
+
+def uniforms(seed: int, choice: int, count: int) -> Float64:
+    """What the output tokens of one choice are drawn with, in order: Philox keyed by both."""
+    return np.random.Generator(np.random.Philox(key=[seed, choice])).random(count)
+
+
+def log_softmax(rows: Float64) -> Float64:
+    shifted = rows - rows.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def smallest_margin(rows: Float64) -> float:

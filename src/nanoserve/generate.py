@@ -1,8 +1,8 @@
 """The textbook loops: what generating with and without a KV cache *is*, readable top to bottom.
 
 `naive` runs the whole text through the model for every new token; `cached` runs each token once and
-keeps its keys and values; `stream` is `cached` handing tokens out as they come. All are greedy, take
-one sequence of token ids, and are tested equal to the engine, which is what everything else uses.
+keeps its keys and values; `stream` is `cached` handing tokens out as they come. All are greedy,
+take one sequence of token ids, and are tested equal to the engine, which everything else uses.
 """
 
 from __future__ import annotations

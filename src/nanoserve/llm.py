@@ -6,12 +6,14 @@ Arguments are the command line's options with underscores; unknown ones raise Ty
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
 from nanoserve.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoserve.engine.engine import Engine
+from nanoserve.engine.engine import Engine, StepError
 from nanoserve.request import (
     RequestDelta,
     RequestOutput,
@@ -73,6 +75,8 @@ class LLM:
         self.engine = Engine(engine_config(model=model, **options))
         self.tokenizer = self.engine.tokenizer
         self._ids = (f"llm-{number}" for number in itertools.count())
+        # Any consumer's step may bring another's deltas: here they wait for whom they concern.
+        self._inboxes: dict[str, deque[RequestDelta | StepError]] = {}
 
     def generate(
         self,
@@ -81,28 +85,31 @@ class LLM:
     ) -> list[RequestOutput]:
         """One output a prompt, in the prompts' order; all run as one continuous batch.
 
-        Raises ValueError, before anything runs, if any prompt or parameter is refused.
+        Raises ValueError, before anything runs, if any prompt or parameter is refused, and
+        StepError if a step of theirs failed; whatever is raised, none of them goes on.
         """
-        order = [self._add(prompt, params) for prompt in as_prompts(prompts)]
-        outputs: dict[str, RequestOutput] = {}
-        try:
-            while len(outputs) < len(order):
-                for delta in self.engine.step():
-                    if delta.output is not None:
-                        outputs[delta.request_id] = delta.output
-        finally:
-            self._drop(set(order) - outputs.keys())
-        return [outputs[request_id] for request_id in order]
+        request_ids: list[str] = []
+        with ExitStack() as drops:
+            for prompt in as_prompts(prompts):
+                # The last delta holds all: memory must not grow with the texts of a long list.
+                request_id = self._add(prompt, params, deque(maxlen=1))
+                drops.callback(self._drop, request_id)
+                request_ids.append(request_id)
+            return [self._output(request_id) for request_id in request_ids]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestDelta]:
-        """What each step adds, as it comes. Closing the iterator aborts the request."""
-        request_id = self._add(prompt, params)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestDelta]:
+        """What each step adds, as it comes. Closing the iterator aborts the request.
+
+        Nothing is queued, or refused, before the first delta is asked for. Streams may be read in
+        turn: whoever needs a delta steps the engine, and the others' are kept for them.
+        """
+        request_id = self._add(prompt, params, deque())
         try:
-            while self.engine.has_unfinished:
-                for delta in self.engine.step():
-                    yield delta
+            yield from self._deltas(request_id)
         finally:
-            self._drop({request_id})
+            self._drop(request_id)
 
     def score(self, prompt: Prompt) -> list[TokenLogprob | None]:
         """The log-probability (nats) of every token of a text; the first has none, so None."""
@@ -111,24 +118,65 @@ class LLM:
         assert output.prompt_logprobs is not None
         return list(output.prompt_logprobs)
 
-    def _add(self, prompt: Prompt, params: SamplingParams | None) -> str:
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        inbox: deque[RequestDelta | StepError],
+    ) -> str:
         request_id = next(self._ids)
         if isinstance(prompt, str):
-            self.engine.add(request_id, self.tokenizer.encode(prompt), params, prompt=prompt)
+            token_ids = self.tokenizer.encode_prompt(prompt)
+            self.engine.add(request_id, token_ids, params, prompt=prompt)
         else:
             self.engine.add(request_id, list(prompt), params)
+        self._inboxes[request_id] = inbox
         return request_id
 
-    def _drop(self, request_ids: set[str]) -> None:
-        for request_id in request_ids:
-            self.engine.abort(request_id)
+    def _output(self, request_id: str) -> RequestOutput:
+        *_, last = self._deltas(request_id)
+        assert last.output is not None
+        return last.output
+
+    def _deltas(self, request_id: str) -> Iterator[RequestDelta]:
+        """Those of one request, to the one that ends it. Raises StepError if a step lost it."""
+        inbox = self._inboxes[request_id]
+        while True:
+            while not inbox:
+                assert self.engine.has_unfinished, f"nothing more will be heard of {request_id}"
+                self._step()
+            delta = inbox.popleft()
+            if isinstance(delta, StepError):
+                raise delta
+            yield delta
+            if delta.output is not None:
+                return
+
+    def _step(self) -> None:
+        """Step the engine; each delta, or the failure, goes to the requests it concerns."""
+        try:
+            deltas = self.engine.step()
+        except StepError as error:
+            deltas = error.deltas
+            for request_id in error.request_ids:
+                self._inboxes[request_id].append(error)
+        for delta in deltas:
+            self._inboxes[delta.request_id].append(delta)
+
+    def _drop(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        del self._inboxes[request_id]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A string or a list of token ids is one prompt; any other sequence is many."""
+    """A string or a list of token ids is one prompt; any other sequence is many.
+
+    Raises TypeError where token ids are mixed with prompts.
+    """
     if isinstance(prompts, str):
         return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]
-    return listed
+    listed: list[Any] = list(prompts)
+    num_ids = sum(isinstance(item, int) for item in listed)
+    if num_ids not in (0, len(listed)):
+        raise TypeError("token ids are mixed with prompts: put the ids of one prompt in a list")
+    return [listed] if num_ids else listed

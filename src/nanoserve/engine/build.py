@@ -42,8 +42,10 @@ def build_parts(
     config: EngineConfig, donor: EngineParts | None = None, *, track_freed: bool = False
 ) -> EngineParts:
     """Find, check and load everything. Raises ValueError for what cannot be honoured."""
-    checkpoint = donor.checkpoint if donor else find(
-        config.model, revision=config.revision, load_format=config.load_format
+    checkpoint = (
+        donor.checkpoint
+        if donor
+        else find(config.model, revision=config.revision, load_format=config.load_format)
     )
     model = donor.model_config if donor else load_model_config(checkpoint)
     tokenizer = donor.tokenizer if donor else load_tokenizer(checkpoint, config.tokenizer)
@@ -60,6 +62,16 @@ def build_parts(
         executor=executor,
         scheduler=make_scheduler(config, spec, track_freed=track_freed),
     )
+
+
+def check_donor(config: EngineConfig, donor: EngineConfig) -> None:
+    """Raise ValueError unless both name the same weights and tokenizer."""
+    for name in ("model", "revision", "load_format", "dummy_seed", "tokenizer"):
+        wanted, shared = getattr(config, name), getattr(donor, name)
+        if wanted != shared:
+            raise ValueError(
+                f"{name} is {wanted!r}, but the donor's weights were loaded with {shared!r}"
+            )
 
 
 def weight_tensors(
@@ -98,7 +110,9 @@ def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer)
         cache_dtype=cache_dtype,
         layout=config.cache.layout,
         block_size=block_size,
-        num_blocks=resolve_num_blocks(config, model, cache_dtype, block_size, max_model_len, device),
+        num_blocks=resolve_num_blocks(
+            config, model, cache_dtype, block_size, max_model_len, device
+        ),
         max_model_len=max_model_len,
         device=device,
         threads=config.threads,
@@ -174,10 +188,10 @@ def describe_cache(spec: ExecutorSpec) -> str:
         return "KV cache: none (recompute keeps nothing)"
     num_tokens = spec.num_blocks * spec.block_size
     num_bytes = num_tokens * kv_bytes_per_token(spec.model, spec.cache_dtype)
+    num_requests = spec.num_blocks // -(-spec.max_model_len // spec.block_size)
     return (
         f"KV cache: {spec.layout}, {spec.cache_dtype}, {num_bytes / 2**20:.1f} MiB for "
-        f"{num_tokens} tokens, {num_tokens // spec.max_model_len} requests of "
-        f"{spec.max_model_len}"
+        f"{num_tokens} tokens, {num_requests} requests of {spec.max_model_len}"
     )
 
 

@@ -11,20 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.engine.batch import SAMPLED, StepBatch, StepResult
+from nanoserve.engine.batch import SAMPLED, RowSampling, StepBatch, StepResult
 from nanoserve.engine.executor import ExecutorSpec
 from nanoserve.engine.sampling import sample
 from nanoserve.kv.cache import TORCH_DTYPES, BlockCache, KVCache, RecomputeCache
 from nanoserve.kv.step import StepTensors
 from nanoserve.model.gpt2 import GPT2
 from nanoserve.model.weights import WeightTensor
+from nanoserve.request import SamplingParams
 
 MAX_LOGIT_ROWS = 64
 """Rows of logits held at once: scoring a prompt must not need [N, V] (196 MiB at 1,024)."""
 
 
 class EagerExecutor:
-    """See `Executor`. `donor` shares its weights, so arms of a comparison hold them once."""
+    """See `Executor`. `donor` shares its weights, so arms of a comparison hold them once.
+
+    It can only where they lie in the same dtype on the same device.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class EagerExecutor:
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         device = torch.device(spec.device)
-        if donor is not None:
+        if donor and (donor.spec.dtype, donor.spec.device) == (spec.dtype, spec.device):
             self.model = donor.model
         else:
             self.model = GPT2.load(spec.model, tensors, dtype=spec.dtype, device=device)
@@ -62,8 +66,9 @@ class EagerExecutor:
         )
 
     def warm_up(self) -> None:
-        """One token through the scratch block."""
+        """One token through the scratch block, drawn and thrown away."""
         scratch = self.spec.num_blocks
+        drawn = RowSampling(params=SamplingParams(), prompt_token_ids=(), output_token_ids=())
         self.execute(
             StepBatch(
                 token_ids=np.zeros(1, np.int32),
@@ -72,11 +77,11 @@ class EagerExecutor:
                 query_starts=np.array([0, 1], np.int32),
                 context_lens=np.ones(1, np.int32),
                 block_tables=np.full((1, 1), scratch, np.int32),
-                logit_rows=np.zeros(0, np.int32),
-                targets=np.full(0, SAMPLED, np.int32),
+                logit_rows=np.zeros(1, np.int32),
+                targets=np.full(1, SAMPLED, np.int32),
                 block_copies=np.zeros((0, 2), np.int32),
-                sampling=(),
-                draws=np.zeros(0),
+                sampling=(drawn,),
+                draws=np.zeros(1),
             )
         )
 

@@ -7,32 +7,44 @@ another. Not thread-safe: whoever owns an engine calls it from one thread.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import LogitRow, StepBatch, StepResult, build_batch
-from nanoserve.engine.build import build_parts
-from nanoserve.engine.metrics import EngineLog
+from nanoserve.engine.build import build_parts, check_donor
+from nanoserve.engine.metrics import EngineLog, commit_failed
 from nanoserve.engine.sampling import check_token_ids
 from nanoserve.engine.sequence import ActiveSequence, RequestGroup, Token
-from nanoserve.request import FinishReason, Request, RequestDelta, SamplingParams
+from nanoserve.request import (
+    FinishReason,
+    Request,
+    RequestDelta,
+    SamplingParams,
+    check_range,
+)
 from nanoserve.scheduling.plan import ScheduledRequest, StepPlan
 
 
 class StepError(RuntimeError):
-    """The executor failed in a step; `request_ids` were in it and are gone. Its cause is chained."""
+    """The executor failed in a step; `request_ids` were in it and are gone. Its cause is chained.
 
-    def __init__(self, request_ids: list[str]) -> None:
+    `deltas` are what `step` would have returned: requests whose deadline had passed.
+    """
+
+    def __init__(self, request_ids: list[str], deltas: list[RequestDelta]) -> None:
         super().__init__(f"a step failed; dropped with it: {', '.join(request_ids)}")
         self.request_ids = request_ids
+        self.deltas = deltas
 
 
 class Engine:
     """Continuous-batching generation over one model and one cache.
 
-    `donor` shares its loaded weights, so that arms of a comparison hold them once. `clock` gives
+    `donor` shares its loaded weights, so that arms of a comparison hold them once; ValueError if
+    `config` asks for another model than the donor's. `clock` gives
     seconds; deadlines and metrics use nothing else. `poison_freed` is for tests: blocks that the
     scheduler lets go are filled with NaN before anyone reuses them.
     """
@@ -45,6 +57,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         poison_freed: bool = False,
     ) -> None:
+        if donor is not None:
+            check_donor(config, donor.config)
         self.config = config
         self.parts = build_parts(config, donor.parts if donor else None, track_freed=poison_freed)
         self.model_config = self.parts.model_config
@@ -61,6 +75,17 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._groups)
 
+    def describe(self) -> dict[str, str]:
+        """What really runs; every record of a measurement carries this."""
+        return {
+            "model": self.parts.checkpoint.name,
+            "weights": "random" if self.parts.checkpoint.kind == "dummy" else "trained",
+            "dtype": self.spec.dtype,
+            "kv_layout": self.spec.layout,
+            "kv_cache_dtype": self.spec.cache_dtype,
+            "device": self.spec.device,
+        } | self.executor.describe()
+
     def add(
         self,
         request_id: str,
@@ -76,12 +101,14 @@ class Engine:
 
         Raises ValueError, and queues nothing, for a prompt that is empty, holds an id outside the
         vocabulary or does not fit the context; for parameters that this model cannot honour; for an
-        id that is in use; and for a request that the cache could never hold.
+        id that is in use; for a timeout that is negative or not finite; and for a request that the
+        cache could never hold.
         """
         params = params or SamplingParams()
         if request_id in self._groups:
             raise ValueError(f"request id {request_id!r} is in use")
-        self._check_prompt(prompt_token_ids)
+        self._check_prompt(prompt_token_ids, params.max_tokens)
+        check_range("timeout_s", timeout_s, 0.0, math.inf)
         check_token_ids(params, self.model_config.vocab_size)
         arrival_s = self.clock() if arrival_s is None else arrival_s
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -108,7 +135,8 @@ class Engine:
             self.parts.eos_token_ids,
         )
 
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+    def _check_prompt(self, token_ids: Sequence[int], max_tokens: int | None) -> None:
+        """Only a prompt that nothing is to follow (`max_tokens` 0) may fill the context."""
         limit, vocab_size = self.spec.max_model_len, self.model_config.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
@@ -119,10 +147,11 @@ class Engine:
                 raise ValueError(
                     f"prompt token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
                 )
-        if len(token_ids) >= limit:
+        longest = limit if max_tokens == 0 else limit - 1
+        if len(token_ids) > longest:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and the context holds {limit} "
-                "(--max-model-len): at most one less can be a prompt"
+                f"(--max-model-len): a prompt may have at most {longest}"
             )
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
@@ -163,27 +192,24 @@ class Engine:
             self.executor.poison(self.scheduler.take_freed())
         deltas = self._expire(plan)
         if plan.scheduled:
-            deltas += self._commit(plan, self._execute(plan))
+            deltas += self._commit(plan, self._execute(plan, deltas))
         return deltas
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan, deltas: list[RequestDelta]) -> StepResult:
         try:
             result = self.executor.execute(self._build_batch(plan))
         except Exception as error:
-            raise StepError(self._fail(plan)) from error
+            raise StepError(self._fail(plan), deltas) from error
         self.log.executed(self.clock())
         return result
 
     def _fail(self, plan: StepPlan) -> list[str]:
         """Drop the requests of a step that could not be computed; their ids."""
         self.log.executed(self.clock(), failed=True)
-        rows = [item.request for item in plan.scheduled if item.writes]
-        self.scheduler.commit(
-            plan, [None] * len(plan.scheduled), dict.fromkeys(rows, FinishReason.ERROR)
-        )
-        for request in rows:
+        ended = commit_failed(self.scheduler, plan)
+        for request in ended:
             self.log.ended(request, FinishReason.ERROR)
-        failed = sorted({request.request_id for request in rows})
+        failed = sorted({request.request_id for request in ended})
         for request_id in failed:
             self.abort(request_id)
         return failed

@@ -149,8 +149,9 @@ def replay(log: EngineLog, scheduler: Scheduler) -> int:
     twins: dict[int, Request] = {}
     numbers: dict[Request, int] = {}
     events = deque(log.events)
-    for step in log.steps:
-        while events and events[0][0] <= step.number:
+
+    def catch_up(step_number: int) -> None:
+        while events and events[0][0] <= step_number:
             _, kind, number = events.popleft()
             if kind == "add":
                 twins[number] = fresh_twin(accounts[number].request)
@@ -158,11 +159,17 @@ def replay(log: EngineLog, scheduler: Scheduler) -> int:
                 scheduler.add(twins[number])
             else:
                 scheduler.abort(twins[number].request_id, twins[number].choice)
+
+    for step in log.steps:
+        catch_up(step.number)
         plan = scheduler.schedule(step.started_s)
         if plan_digest(plan, numbers.__getitem__) != step.digest:
             raise ValueError(f"step {step.number}: the replayed plan differs from the recorded one")
-        if not step.failed:
+        if step.failed:
+            commit_failed(scheduler, plan)
+        else:
             commit_recorded(scheduler, plan, (accounts[numbers[i.request]] for i in plan.scheduled))
+    catch_up(log.num_steps)
     return len(log.steps)
 
 
@@ -181,6 +188,13 @@ def fresh_twin(request: Request) -> Request:
     )
 
 
+def commit_failed(scheduler: Scheduler, plan: StepPlan) -> list[Request]:
+    """Commit a step that could not be computed; the requests that ended with it."""
+    ended = [item.request for item in plan.scheduled if item.writes]
+    scheduler.commit(plan, [None] * len(plan.scheduled), dict.fromkeys(ended, FinishReason.ERROR))
+    return ended
+
+
 def commit_recorded(
     scheduler: Scheduler, plan: StepPlan, accounts: Iterable[RequestAccount]
 ) -> None:
@@ -195,8 +209,11 @@ def commit_recorded(
         position = len(item.request.output_token_ids)
         if position < len(recorded):
             tokens[-1] = recorded[position]
-        ends_here = position + 1 >= len(recorded)
         reason = account.finish_reason
+        if reason is FinishReason.ERROR:
+            ends_here = tokens[-1] is None  # its row was not finite, so it drew nothing
+        else:
+            ends_here = position + 1 >= len(recorded)
         if ends_here and reason not in (None, FinishReason.ABORT, FinishReason.TIMEOUT):
             finished[item.request] = reason
     scheduler.commit(plan, tokens, finished)

@@ -17,7 +17,6 @@ from nanoserve.engine.text import TextStream
 from nanoserve.request import (
     CompletionOutput,
     FinishReason,
-    Request,
     RequestDelta,
     RequestMetrics,
     RequestOutput,
@@ -66,6 +65,8 @@ class ActiveSequence:
             stop=params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=True,
+            min_tokens=params.min_tokens,
+            continues=True,
         )
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -106,9 +107,7 @@ class ActiveSequence:
     def _prompt_rows(self, item: ScheduledRequest) -> list[LogitRow]:
         """Rows that score prompt tokens not scored yet: position p is scored by row p - 1."""
         prompt = self.request.prompt_token_ids
-        sampling = replace(
-            self.row_sampling, num_logprobs=self.request.params.prompt_logprobs
-        )
+        sampling = replace(self.row_sampling, num_logprobs=self.request.params.prompt_logprobs)
         first = max(item.start, len(self.prompt_logprobs))
         return [
             LogitRow(offset=p - item.start, target=prompt[p + 1], sampling=sampling, draw=0.0)
@@ -116,7 +115,7 @@ class ActiveSequence:
         ]
 
     def read_prompt_rows(self, item: ScheduledRequest, result: StepResult, row: int) -> int:
-        """Take the scored prompt tokens of `item`, whose rows begin at `row`; the row after them."""
+        """Take the scored prompt tokens of `item`, from result row `row` on; the row after them."""
         if not self.scores_prompt:
             return row
         num_rows = len(self._prompt_rows(item))
@@ -152,12 +151,12 @@ class ActiveSequence:
             return self.end(FinishReason.LENGTH, token, delta.text)
         return self._delta(delta.text, token, None)
 
-    def end(
-        self, reason: FinishReason, token: Token | None = None, text: str = ""
-    ) -> RequestDelta:
-        """The last delta: text that was held back comes out now."""
+    def end(self, reason: FinishReason, token: Token | None = None, text: str = "") -> RequestDelta:
+        """The last delta: text that was held back comes out now, and may complete a stop string."""
         held = self.text.finish()
         self.pieces.append(held)
+        if reason is FinishReason.LENGTH and self.text.stop is not None:
+            self.stop_reason, reason = self.text.stop, FinishReason.STOP
         return self._delta(text + held, token, reason)
 
     def _delta(self, text: str, token: Token | None, reason: FinishReason | None) -> RequestDelta:
@@ -230,11 +229,19 @@ class RequestGroup:
         return deltas
 
     def _chosen(self) -> list[ActiveSequence]:
-        """The n choices the caller gets: the best by mean log-probability, ties by index."""
+        """The n choices the caller gets: the best by mean log-probability, ties by index.
+
+        One that broke is taken only where there are too few others.
+        """
         if not self.holds_back:
             return self.sequences
-        ranked = sorted(self.sequences, key=lambda s: (-s.mean_logprob, s.request.choice))
-        return ranked[: self.params.n]
+
+        def rank(sequence: ActiveSequence) -> tuple[bool, float, int]:
+            choice = sequence.request.choice
+            broke = self.finish_reasons.get(choice) is FinishReason.ERROR
+            return broke, -sequence.mean_logprob, choice
+
+        return sorted(self.sequences, key=rank)[: self.params.n]
 
     def _best(self) -> list[RequestDelta]:
         outputs = self.output().outputs

@@ -10,6 +10,7 @@ cannot change what it attends to. A step that does not fit raises before a byte 
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import torch
@@ -103,6 +104,11 @@ class BlockCache:
                 f"a context of {max(step.context_lens)} positions needs {max(num_needed)} blocks "
                 f"of {self.block_size}, its block table has {step.block_tables.shape[1]}"
             )
+        for block in itertools.chain.from_iterable(step.block_copies):
+            if not 0 <= block < self.num_blocks:
+                raise CacheFullError(
+                    f"block {block} is copied from or to, this cache has {self.num_blocks}"
+                )
         slots = step.slot_mapping.long()
         if step.slot_mapping.device.type == "cpu" and slots.numel():
             self._check_slots(int(slots.min()), int(slots.max()))
@@ -183,7 +189,7 @@ class RecomputeCache:
         """Raises RuntimeError unless each sequence brings its whole context."""
         self._layers.begin()
         starts = step.query_starts
-        lengths = tuple(b - a for a, b in zip(starts, starts[1:], strict=False))
+        lengths = tuple(b - a for a, b in itertools.pairwise(starts))
         if lengths != step.context_lens:
             raise RuntimeError(f"recompute needs whole contexts {step.context_lens}, got {lengths}")
 
@@ -193,7 +199,7 @@ class RecomputeCache:
 
     def attend(self, layer: int, q: Tensor, step: StepTensors) -> Tensor:
         out = torch.empty_like(q)
-        for first, last in zip(step.query_starts, step.query_starts[1:], strict=False):
+        for first, last in itertools.pairwise(step.query_starts):
             k = self._keys[first:last].transpose(0, 1)  # [H, N, D]
             v = self._values[first:last].transpose(0, 1)
             out[first:last] = attention(q[first:last], k, v, self.scales[layer])

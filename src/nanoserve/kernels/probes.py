@@ -1,0 +1,86 @@
+"""What PyTorch reaches on this machine at best: the loads that measured ceilings are made of.
+
+Each probe prepares its buffers once and gives back a function that does the same work at every
+call, so whoever times it allocates nothing. PyTorch is imported inside, because benchmarks that
+run elsewhere, or only list what there is, must load without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Load = Callable[[], object]
+
+MATRIX_ROWS = 4096
+TINY_OPERATIONS = 1000
+"""Calls of the smallest operation in one run of the dispatch probe."""
+
+
+class TorchProbes:
+    """Probes on one device. `threads` None leaves PyTorch's own number of threads.
+
+    Raises ValueError for a CUDA device that PyTorch does not see.
+    """
+
+    def __init__(self, device: str, threads: int | None = None) -> None:
+        import torch
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
+        self._torch = torch
+        self.device = torch.device(device)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def synchronize(self) -> None:
+        """Return when the device has nothing left to do."""
+        if self.device.type == "cuda":
+            self._torch.cuda.synchronize(self.device)
+
+    def read(self, values: NDArray[np.float32]) -> Mapping[str, Load]:
+        """Kernels that read all of `values` (its length a multiple of 8,192) once.
+
+        On the CPU the memory is shared with numpy, huge pages and all.
+        """
+        flat = self._torch.from_numpy(values).to(self.device)
+        half = len(flat) // 2
+        first, second = flat[:half], flat[half:]
+        matrix = flat.view(MATRIX_ROWS, -1)
+        vector = self._torch.ones(matrix.shape[1], device=self.device)
+        product = self._torch.empty(MATRIX_ROWS, device=self.device)
+        return {
+            "torch.sum": lambda: self._torch.sum(flat),
+            "torch.dot": lambda: self._torch.dot(first, second),
+            "torch.mv": lambda: self._torch.mv(matrix, vector, out=product),
+        }
+
+    def matmul(self, m: int, k: int, n: int, dtype: str) -> Load:
+        """[m, k] @ [k, n] in `dtype`: 2 m k n operations."""
+        generator = self._torch.Generator().manual_seed(0)
+
+        kind: torch.dtype = getattr(self._torch, dtype)
+
+        def random_matrix(rows: int, columns: int) -> torch.Tensor:
+            drawn: torch.Tensor = self._torch.randn(rows, columns, generator=generator)
+            return drawn.to(device=self.device, dtype=kind)
+
+        left, right = random_matrix(m, k), random_matrix(k, n)
+        product = self._torch.empty(m, n, device=self.device, dtype=left.dtype)
+        return lambda: self._torch.mm(left, right, out=product)
+
+    def dispatch(self) -> Load:
+        """`TINY_OPERATIONS` in-place additions of one element: nothing but dispatch."""
+        element = self._torch.zeros(1, device=self.device)
+
+        def run() -> None:
+            for _ in range(TINY_OPERATIONS):
+                element.add_(1.0)
+
+        return run
