@@ -37,8 +37,13 @@ class EagerExecutor:
         donor: EagerExecutor | None = None,
     ) -> None:
         self.spec = spec
+        self.model: GPT2
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
+        if spec.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "--device cuda: PyTorch finds no CUDA device here (--device cpu works)"
+            )
         device = torch.device(spec.device)
         if donor and (donor.spec.dtype, donor.spec.device) == (spec.dtype, spec.device):
             self.model = donor.model

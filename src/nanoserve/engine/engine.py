@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import LogitRow, StepBatch, StepResult, build_batch
-from nanoserve.engine.build import build_parts, check_donor
+from nanoserve.engine.build import EngineParts, build_parts, check_donor
 from nanoserve.engine.metrics import EngineLog, commit_failed
 from nanoserve.engine.sampling import check_token_ids
 from nanoserve.engine.sequence import ActiveSequence, RequestGroup, Token
@@ -59,8 +59,10 @@ class Engine:
     ) -> None:
         if donor is not None:
             check_donor(config, donor.config)
-        self.config = config
-        self.parts = build_parts(config, donor.parts if donor else None, track_freed=poison_freed)
+        self.config: EngineConfig = config
+        self.parts: EngineParts = build_parts(
+            config, donor.parts if donor else None, track_freed=poison_freed
+        )
         self.model_config = self.parts.model_config
         self.tokenizer = self.parts.tokenizer
         self.executor = self.parts.executor

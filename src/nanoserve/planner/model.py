@@ -1,0 +1,91 @@
+"""What a model weighs and what a step of it must move and compute: exact counts, nothing measured.
+
+Every byte and operation count of the house comes from here: engine, command line, benchmarks and
+reports call these functions and none of them multiplies on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoserve.config import DTYPE_BYTES, ModelConfig
+
+
+def num_block_parameters(model: ModelConfig) -> int:
+    """Weights, biases and both LayerNorms of one transformer block."""
+    width, inner = model.n_embd, model.n_inner
+    attention = width * 3 * width + 3 * width + width * width + width
+    mlp = width * inner + inner + inner * width + width
+    return 2 * 2 * width + attention + mlp
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """All parameters; a tied head (`wte` used twice) counts once."""
+    embeddings = model.vocab_size * model.n_embd + model.n_positions * model.n_embd
+    head = 0 if model.tie_word_embeddings else model.vocab_size * model.n_embd
+    return embeddings + model.n_layer * num_block_parameters(model) + 2 * model.n_embd + head
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one stored value. Raises ValueError for a dtype that nothing is stored in."""
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    return DTYPE_BYTES[dtype]
+
+
+def weight_bytes(model: ModelConfig, dtype: str) -> int:
+    """Bytes of all parameters stored in `dtype`."""
+    return num_parameters(model) * dtype_bytes(dtype)
+
+
+def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
+    """Bytes of K and V of one token over all layers: 2 L C values, plus the codec's own."""
+    return 2 * model.n_layer * model.n_embd * dtype_bytes(kv_dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """A step of `num_seqs` sequences that each advance by `num_new` tokens up to `context`.
+
+    Cached decode is `num_new` 1; a prefill from nothing, and a step of the recompute cache, is
+    `num_new` equal to `context`.
+    """
+
+    num_seqs: int = 1
+    context: int
+    num_new: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_seqs < 1 or not 1 <= self.num_new <= self.context:
+            raise ValueError(f"a step needs num_seqs >= 1 and 1 <= num_new <= context, got {self}")
+
+
+def step_bytes(
+    model: ModelConfig, step: StepShape, *, dtype: str, kv_dtype: str | None = None
+) -> int:
+    """Bytes a step must move: weights once, K and V of its context read, of its new tokens written.
+
+    Of the embeddings, `wte` counts once where it is the head, and not where the head is its own;
+    `wpe` does not (one row of it is read per token).
+    """
+    skipped = model.n_positions * model.n_embd
+    if not model.tie_word_embeddings:
+        skipped += model.vocab_size * model.n_embd
+    weights = (num_parameters(model) - skipped) * dtype_bytes(dtype)
+    tokens = step.num_seqs * (step.context + step.num_new)
+    return weights + tokens * kv_bytes_per_token(model, kv_dtype or dtype)
+
+
+def step_flops(model: ModelConfig, step: StepShape) -> int:
+    """Floating-point operations a step must do, a multiply-add counting as two.
+
+    Matrices of every block per new token; 4 C per layer and attended pair (q.k and weights.v, the
+    causal half only); the head once per sequence, since only its last row is needed.
+    """
+    width, inner = model.n_embd, model.n_inner
+    matrices = model.n_layer * (4 * width * width + 2 * width * inner)
+    before = step.context - step.num_new
+    attended = step.num_new * before + step.num_new * (step.num_new + 1) // 2
+    attention = 4 * width * model.n_layer * attended
+    head = 2 * model.vocab_size * width
+    return step.num_seqs * (2 * matrices * step.num_new + attention + head)
