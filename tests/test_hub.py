@@ -581,3 +581,8 @@ def test_a_cache_that_cannot_be_written_is_not_the_models_fault(hub: Hub) -> Non
     )
     assert result.returncode == 1
     assert "NotADirectoryError" in result.stderr or "FileExistsError" in result.stderr
+
+
+def test_a_home_folder_of_nobody_is_one_clear_line() -> None:
+    with pytest.raises(ModelNotFoundError, match="~nobody-of-that-name/x"):
+        find("~nobody-of-that-name/x")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from nanoserve.config import ModelConfig
-from nanoserve.model.hub import Checkpoint, find, has_vocabulary, read_json
+from nanoserve.model.hub import Checkpoint, expanded, find, has_vocabulary, read_json
 from nanoserve.request import SamplingParams
 from nanoserve.tokenizer import Tokenizer
 
@@ -25,8 +24,8 @@ def load_tokenizer(checkpoint: Checkpoint, name: str | None = None) -> Tokenizer
     Raises ValueError if there is none, or if its files cannot be read.
     """
     if name is not None:
-        if Path(name).expanduser().is_dir():
-            return Tokenizer.from_folder(Path(name).expanduser())
+        if expanded(name).is_dir():
+            return Tokenizer.from_folder(expanded(name))
         return load_tokenizer(find(name, load_format="dummy"))
     if checkpoint.folder is None:
         return Tokenizer.gpt2()

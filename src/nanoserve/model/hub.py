@@ -127,7 +127,7 @@ def find(
         raise ModelNotFoundError("model is empty; --model takes a name or a folder")
     if model in EMBEDDED_MODELS:
         return _embedded(model, revision, load_format)
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if _looks_like_a_path(model) or folder.is_file() or (folder / "config.json").is_file():
         return _local(model, folder, revision, load_format)
     if load_format == "dummy" and _short_name(model) in BUILT_IN_SHAPES:
@@ -135,6 +135,14 @@ def find(
         shape = BUILT_IN_SHAPES[_short_name(model)]
         return Checkpoint(name=model, kind="dummy", folder=None, raw_config=shape)
     return _cached_or_downloaded(model, revision, load_format)
+
+
+def expanded(name: str) -> Path:
+    """`name` as a path, `~` and `~user` resolved. Raises ModelNotFoundError for an unknown user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFoundError(f"{name}: {error}") from error
 
 
 def _embedded(model: str, revision: str | None, load_format: LoadFormat) -> Checkpoint:
