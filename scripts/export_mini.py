@@ -55,6 +55,7 @@ GENERATION_CONFIG = {
     "bos_token_id": EOT,
     "eos_token_id": EOT,
     "do_sample": True,
+    "max_new_tokens": 128,
     "temperature": 0.8,
     "top_p": 0.95,
 }
@@ -94,7 +95,9 @@ def export_weights(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 def write_folder(work: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = torch.load(work / "checkpoint.pt", weights_only=True)
-    save_file(export_weights(state["model"]), folder / "model.safetensors", {"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(export_weights(state["model"]), weights, {"format": "pt"})
+    weights.chmod(0o644)  # it is made private, and a wheel keeps modes
     tokenizer = json.loads((work / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"] | {"<|endoftext|>": EOT}
     merges = [
@@ -162,32 +165,36 @@ def model_card(llm: LLM, work: Path, text: str, num_train_chars: int) -> str:
     positions = {
         f"{low}-{high}": losses[:, low - 1 : high].mean() for low, high in ((64, 127), (768, 1022))
     }
-    return (Path(__file__).parent / "mini_card.md").read_text().format(
-        parameters="4,469,760",
-        steps=max(curve),
-        tokens=max(curve) * SEQUENCES_PER_STEP * CONTEXT,
-        nats=nats,
-        bits=nats / np.log(2) / bytes_per_token,
-        perplexity=np.exp(nats),
-        early=positions["64-127"],
-        late=positions["768-1022"],
-        num_held_out=losses.size,
-        num_train_chars=num_train_chars,
-        num_held_out_chars=len(text),
-        rows=rows,
-        samples=samples,
-        archives=archives,
-        seed=SEED,
-        width=WIDTH,
-        layers=LAYERS,
-        heads=HEADS,
-        vocab=VOCAB_SIZE,
-        context=CONTEXT,
-        sequences=SEQUENCES_PER_STEP,
-        muon=MUON_LR,
-        adam=ADAM_LR,
-        decay=WEIGHT_DECAY,
-        dropout=DROPOUT,
+    return (
+        (Path(__file__).parent / "mini_card.md")
+        .read_text()
+        .format(
+            parameters="4,469,760",
+            steps=max(curve),
+            tokens=max(curve) * SEQUENCES_PER_STEP * CONTEXT,
+            nats=nats,
+            bits=nats / np.log(2) / bytes_per_token,
+            perplexity=np.exp(nats),
+            early=positions["64-127"],
+            late=positions["768-1022"],
+            num_held_out=losses.size,
+            num_train_chars=num_train_chars,
+            num_held_out_chars=len(text),
+            rows=rows,
+            samples=samples,
+            archives=archives,
+            seed=SEED,
+            width=WIDTH,
+            layers=LAYERS,
+            heads=HEADS,
+            vocab=VOCAB_SIZE,
+            context=CONTEXT,
+            sequences=SEQUENCES_PER_STEP,
+            muon=MUON_LR,
+            adam=ADAM_LR,
+            decay=WEIGHT_DECAY,
+            dropout=DROPOUT,
+        )
     )
 
 

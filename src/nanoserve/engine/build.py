@@ -1,6 +1,6 @@
 """From an `EngineConfig` to the parts of an engine: every "auto" is resolved here, once.
 
-The executor table is one of the two places where our own code is imported lazily: a backend is
+The executor table is one of the three places where our own code is imported late: a backend is
 loaded when it was chosen, so an engine that does not run on PyTorch never imports it.
 """
 
@@ -16,6 +16,8 @@ from nanoserve.engine.executor import Executor, ExecutorSpec
 from nanoserve.model.generation import eos_token_ids, load_tokenizer
 from nanoserve.model.hub import Checkpoint, find
 from nanoserve.model.weights import WeightTensor, dummy_weights, load_model_config, load_weights
+from nanoserve.planner.budget import auto_budget, predicted_step_time
+from nanoserve.planner.ceilings import load_cached_ceilings
 from nanoserve.planner.model import kv_bytes_per_token
 from nanoserve.scheduling.scheduler import Scheduler
 from nanoserve.tokenizer import Tokenizer
@@ -196,8 +198,7 @@ def describe_cache(spec: ExecutorSpec) -> str:
 
 
 def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: bool) -> Scheduler:
-    whole_prompts = spec.max_model_len if spec.layout == "recompute" else 0
-    budget = config.scheduler.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, whole_prompts)
+    budget = config.scheduler.max_num_batched_tokens or automatic_budget(spec)
     return Scheduler(
         config.scheduler,
         num_blocks=spec.num_blocks,
@@ -206,3 +207,22 @@ def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: boo
         max_num_batched_tokens=budget,
         track_freed=track_freed,
     )
+
+
+def automatic_budget(spec: ExecutorSpec) -> int:
+    """The token budget of a step that nobody chose, see `planner.budget`; the log says which.
+
+    `DEFAULT_BATCHED_TOKENS` on a machine whose ceilings were never measured. A cache that keeps
+    nothing never chunks, so its budget holds a whole window.
+    """
+    if spec.layout == "recompute":
+        return max(DEFAULT_BATCHED_TOKENS, spec.max_model_len)
+    ceilings = load_cached_ceilings(spec.device, spec.threads)
+    if ceilings is None or spec.dtype not in ceilings.matmul_flops_per_s:
+        return DEFAULT_BATCHED_TOKENS
+    step_time = predicted_step_time(
+        ceilings, spec.model, dtype=spec.dtype, kv_dtype=spec.cache_dtype
+    )
+    budget = auto_budget(step_time)
+    logger.info("token budget of a step: %d, by this machine's measured ceilings", budget)
+    return budget
