@@ -46,8 +46,8 @@ def stored(x: Float64, dtype: str | None) -> Float64:
         return x.astype(np.float16).astype(np.float64)
     if dtype == "bfloat16":  # the upper half of a float32
         bits = x.astype(np.float32).view(np.uint32)
-        bits = bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000
-        return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+        upper = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return upper.astype(np.uint32).view(np.float32).astype(np.float64)
     return x
 
 

@@ -4,8 +4,9 @@ This is the package's face: the names that users import, and nothing else. It st
 it loads neither torch nor any extra, because executors are looked up only when an engine is built.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from nanoserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from nanoserve.llm import LLM
 from nanoserve.request import (
     CompletionOutput,
     FinishReason,
@@ -16,7 +17,20 @@ from nanoserve.request import (
     TokenLogprob,
 )
 
+if TYPE_CHECKING:
+    from nanoserve.llm import LLM
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` on first use: the engine's imports are no business of `nanoserve --help`."""
+    if name == "LLM":
+        from nanoserve.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "LLM",

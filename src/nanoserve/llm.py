@@ -68,7 +68,8 @@ class LLM:
             print(out.outputs[0].text)
 
     A prompt is a string or a list of token ids, everywhere. Raises ValueError for a model that
-    cannot be found or honoured, TypeError for an unknown option.
+    cannot be found or honoured, TypeError for an unknown option. Not thread-safe: one thread owns
+    it and its streams.
     """
 
     def __init__(self, model: str = "mini", **options: Any) -> None:
@@ -143,7 +144,8 @@ class LLM:
         inbox = self._inboxes[request_id]
         while True:
             while not inbox:
-                assert self.engine.has_unfinished, f"nothing more will be heard of {request_id}"
+                if not self.engine.is_active(request_id):
+                    raise StepError([request_id], [])  # lost with a step that was interrupted
                 self._step()
             delta = inbox.popleft()
             if isinstance(delta, StepError):
@@ -158,10 +160,11 @@ class LLM:
             deltas = self.engine.step()
         except StepError as error:
             deltas = error.deltas
-            for request_id in error.request_ids:
+            for request_id in self._inboxes.keys() & error.request_ids:
                 self._inboxes[request_id].append(error)
         for delta in deltas:
-            self._inboxes[delta.request_id].append(delta)
+            if delta.request_id in self._inboxes:  # it may have been dropped during the step
+                self._inboxes[delta.request_id].append(delta)
 
     def _drop(self, request_id: str) -> None:
         self.engine.abort(request_id)

@@ -9,13 +9,21 @@ bound found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.engine import Engine
 from nanoserve.planner.model import kv_bytes_per_token
-from nanoserve.request import CompletionOutput, RequestOutput, SamplingParams
+from nanoserve.request import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 
 PASSAGE = (
     "There was once a lighthouse keeper who kept a ledger of the sea. Every night, when the lamp "
@@ -24,6 +32,8 @@ PASSAGE = (
     "said to the wind; \u201cit only takes its time.\u201d In the morning the page was wet again. "
 )
 NUM_LOGPROBS = 8
+CHUNK = 16
+"""Token rows of a step in the chunked way."""
 BOUNDS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
 """Largest difference of a log-probability (nats) that a dtype's rounding may explain."""
 
@@ -33,7 +43,8 @@ class Way:
     """One way of generating, compared with the naive one.
 
     `evidence` says what shows that it took place; None: it did not, and nothing was proved.
-    `max_error` is the largest difference of a log-probability before the tokens first differ.
+    `max_error` is the largest difference of a log-probability after texts that agree, infinite if a
+    request ended too early.
     """
 
     name: str
@@ -44,6 +55,7 @@ class Way:
 
     @property
     def bit_equal(self) -> bool:
+        """Same tokens, and log-probabilities without a bit of difference."""
         return self.num_different == 0 and self.max_error == 0.0
 
 
@@ -70,6 +82,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Did every way pass?"""
         return all(self.passed(way) for way in self.ways)
 
 
@@ -81,9 +94,16 @@ class Workload:
     params: list[SamplingParams]
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
     def max_length(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
         return max(
-            len(p) + (s.max_tokens or 0) for p, s in zip(self.prompts, self.params, strict=True)
+            length + (s.max_tokens or 0)
+            for length, s in zip(self.lengths, self.params, strict=True)
         )
 
 
@@ -95,12 +115,15 @@ def verify(
 ) -> Report:
     """Run every way and compare. `progress` is told each way's name before it runs.
 
-    Raises ValueError for options that no engine can be built with.
+    Raises ValueError for options that no engine can be built with, for fewer than two tokens, and
+    for a model whose logits are not finite in this dtype: such a model has no tokens to compare.
     """
     progress("naive")
     naive = Engine(with_cache(config, layout="recompute"))
     work = make_workload(naive, num_tokens)
     expected = run(naive, work, together=False)
+    if any(first(output).finish_reason is FinishReason.ERROR for output in expected):
+        raise ValueError(f"{config.model}: logits are not finite in {naive.spec.dtype} (--dtype)")
     ways = []
     for name, way in WAYS.items():
         progress(name)
@@ -120,6 +143,8 @@ def verify(
 
 def make_workload(engine: Engine, num_tokens: int) -> Workload:
     """Prompts of very different lengths out of one passage, as long as the context allows."""
+    if num_tokens < 2:
+        raise ValueError(f"verifying needs at least 2 new tokens, got {num_tokens}")
     passage = engine.tokenizer.encode(PASSAGE * 4)
     room = engine.spec.max_model_len - num_tokens
     if room < 8:
@@ -145,6 +170,7 @@ def make_workload(engine: Engine, num_tokens: int) -> Workload:
 
 
 def with_cache(config: EngineConfig, **changes: object) -> EngineConfig:
+    """`config` with another cache; `recompute` takes no budget that could cut a prompt."""
     cache = replace(config.cache, **changes)  # type: ignore[arg-type]
     scheduler = config.scheduler
     if cache.layout == "recompute":
@@ -171,54 +197,70 @@ def run(engine: Engine, work: Workload, *, together: bool) -> list[RequestOutput
 
 
 Proof = tuple[list[RequestOutput], str | None]
+"""The outputs of a way, and what shows that it took place (None: it did not)."""
+
+
+def with_mates(config: EngineConfig, work: Workload, **changes: object) -> EngineConfig:
+    """`config` with room for all of `work` at once, whatever it allows; `changes` to scheduling."""
+    max_num_seqs = max(config.scheduler.max_num_seqs, len(work.prompts))
+    scheduler = replace(config.scheduler, max_num_seqs=max_num_seqs, **changes)  # type: ignore[arg-type]
+    return replace(config, scheduler=scheduler)
 
 
 def run_cached(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
+    """One request at a time; the last token of each is never computed."""
     engine = Engine(with_cache(config, layout="contiguous"), donor=donor)
     outputs = run(engine, work, together=False)
     rows = sum(sum(a.sizes) for a in engine.log.finished)
     asked = sum(
-        len(p) + (s.max_tokens or 0) - 1 for p, s in zip(work.prompts, work.params, strict=True)
+        length + (s.max_tokens or 0) - 1
+        for length, s in zip(work.lengths, work.params, strict=True)
     )
     return outputs, f"each token computed once ({rows} rows)" if rows == asked else None
 
 
 def run_batched(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
-    engine = Engine(config, donor=donor)
+    """All requests share the steps."""
+    engine = Engine(with_mates(config, work), donor=donor)
     outputs = run(engine, work, together=True)
     widest = max(step.num_seqs for step in engine.log.steps)
     return outputs, f"up to {widest} requests in a step" if widest > 1 else None
 
 
 def run_chunked(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
+    """A budget that the longest prompt exceeds, beside the decodes of others."""
     layout = config.cache.layout if config.cache.layout != "recompute" else "paged"
-    budget = max(config.scheduler.max_num_seqs, 16)
-    chunked = replace(
-        with_cache(config, layout=layout),
-        scheduler=replace(
-            config.scheduler, max_num_seqs=min(budget, 16), max_num_batched_tokens=16
-        ),
-    )
+    budget = min(CHUNK, max(work.lengths) // 2)
+    chunked = with_mates(with_cache(config, layout=layout), work, max_num_batched_tokens=budget)
     engine = Engine(chunked, donor=donor)
     outputs = run(engine, work, together=True)
     chunks = max(sum(size > 1 for size in account.sizes) for account in engine.log.finished)
-    return outputs, f"a prompt in {chunks} chunks of at most 16" if chunks > 1 else None
+    return outputs, f"a prompt in {chunks} chunks of at most {budget}" if chunks > 1 else None
 
 
 def run_preempted(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
-    """A paged pool that holds the longest request and nothing beside it."""
-    blocks = -(-work.max_length // config.cache.block_size)
-    block_bytes = config.cache.block_size * kv_bytes_per_token(
-        donor.model_config, config.cache.dtype or donor.spec.dtype
+    """A paged pool that the prompts fill, if not the longest request alone would outgrow it.
+
+    All prompts start in one step, and blocks are small enough that each request needs one more
+    before it ends: whoever came last has to give way. Nothing is found again by its content.
+    """
+    max_tokens = work.max_length - max(work.lengths)
+    block_size = min(config.cache.block_size, max_tokens - 1)
+    blocks = max(
+        sum(-(-length // block_size) for length in work.lengths), -(-work.max_length // block_size)
     )
-    tight = replace(
-        with_cache(config, layout="paged", memory_bytes=blocks * block_bytes),
-        scheduler=replace(
-            config.scheduler,
-            batching="continuous",
-            max_model_len=work.max_length,
-            max_num_batched_tokens=None,
+    block_bytes = block_size * kv_bytes_per_token(donor.model_config, donor.spec.cache_dtype)
+    tight = with_mates(
+        with_cache(
+            config, layout="paged", block_size=block_size, memory_bytes=blocks * block_bytes
         ),
+        work,
+        batching="continuous",
+        max_model_len=work.max_length,
+        max_num_batched_tokens=sum(work.lengths),
+        enable_prefix_caching=False,
+        context_overflow="error",
+        slide_window=None,
     )
     engine = Engine(tight, donor=donor)
     outputs = run(engine, work, together=True)
@@ -229,9 +271,9 @@ def run_preempted(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
 def run_prefix_hit(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
     """The second run of the same prompts finds the first one's blocks."""
     layout = config.cache.layout if config.cache.layout in ("slots", "paged") else "paged"
-    shared = replace(
-        with_cache(config, layout=layout),
-        scheduler=replace(config.scheduler, enable_prefix_caching=True),
+    block_size = min(config.cache.block_size, max(work.lengths) // 2)
+    shared = with_mates(
+        with_cache(config, layout=layout, block_size=block_size), work, enable_prefix_caching=True
     )
     engine = Engine(shared, donor=donor)
     run(engine, work, together=True)
@@ -274,6 +316,7 @@ WAYS: dict[str, Callable[[EngineConfig, Engine, Workload], Proof]] = {
 
 
 def first(output: RequestOutput) -> CompletionOutput:
+    """The only choice of a request of this workload."""
     return output.outputs[0]
 
 
@@ -283,18 +326,22 @@ def compare(
     expected: Sequence[RequestOutput],
     outputs: Sequence[RequestOutput],
 ) -> Way:
-    """Tokens position by position; log-probabilities as long as the texts before them agree."""
+    """Tokens position by position; log-probabilities as long as the texts before them agree.
+
+    A token that only one of the two has counts as different.
+    """
     num_different, max_error = 0, 0.0
     for wanted, got in zip(map(first, expected), map(first, outputs), strict=True):
-        pairs = list(zip(wanted.token_ids, got.token_ids, strict=True))
+        pairs = list(zip_longest(wanted.token_ids, got.token_ids))
         agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         num_different += sum(a != b for a, b in pairs)
         assert wanted.logprobs is not None
         assert got.logprobs is not None
-        for a, b in zip(wanted.logprobs[:agreed], got.logprobs[:agreed], strict=True):
-            max_error = max(max_error, abs(a.logprob - b.logprob))
-            ranks = zip(a.top, b.top, strict=True)
-            max_error = max([max_error, *(abs(x[1] - y[1]) for x, y in ranks)])
+        # One row more than tokens agree: what first differs was drawn after the same text.
+        rows = zip(wanted.logprobs[: agreed + 1], got.logprobs[: agreed + 1], strict=False)
+        max_error = max([max_error, *(row_error(a, b) for a, b in rows)])
+        if len(got.token_ids) != len(wanted.token_ids):
+            max_error = math.inf
     return Way(
         name=name,
         evidence=evidence,
@@ -302,3 +349,15 @@ def compare(
         num_different=num_different,
         max_error=max_error,
     )
+
+
+def row_error(one: TokenLogprob, other: TokenLogprob) -> float:
+    """Nats that two reports of one row differ by, at least, over all tokens that either names.
+
+    A token that is not among the best of a report is no better there than the last of them.
+    """
+    ours, theirs = (dict(r.top) | {r.token_id: r.logprob} for r in (one, other))
+    both = [abs(ours[i] - theirs[i]) for i in ours.keys() & theirs.keys()]
+    missed = [ours[i] - other.top[-1][1] for i in ours.keys() - theirs.keys()]
+    extra = [theirs[i] - one.top[-1][1] for i in theirs.keys() - ours.keys()]
+    return max([0.0, *both, *missed, *extra])

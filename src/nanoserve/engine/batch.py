@@ -8,6 +8,7 @@ so a device needs one transfer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -144,6 +145,6 @@ def slot_range(item: ScheduledRequest, block_size: int, scratch_block: int) -> l
 
 def split_buffer(parts: Sequence[Sequence[int]]) -> list[Int32]:
     """The lists as views of one int32 array, in order."""
-    buffer = np.array([value for part in parts for value in part], dtype=np.int32)
-    ends = np.cumsum([len(part) for part in parts])
-    return np.split(buffer, ends[:-1])
+    ends = list(itertools.accumulate(map(len, parts)))
+    buffer = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int32, count=ends[-1])
+    return [buffer[start:end] for start, end in zip([0, *ends], ends, strict=False)]

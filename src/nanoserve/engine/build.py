@@ -7,6 +7,7 @@ loaded when it was chosen, so an engine that does not run on PyTorch never impor
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ def make_executor(
 
         same = donor.executor if donor and isinstance(donor.executor, EagerExecutor) else None
         return EagerExecutor(spec, tensors, donor=same)
-    raise ValueError(f"unknown executor {name!r}: --executor takes auto or eager")
+    raise AssertionError(f"EngineConfig let executor {name!r} through")
 
 
 def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ExecutorSpec:
@@ -172,15 +173,22 @@ def resolve_num_blocks(
 
 
 def available_memory_bytes() -> int:
-    """The smaller of the kernel's MemAvailable and what the cgroup's limit leaves."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
-    )
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
+    """The smaller of what the machine has free and what the cgroup's limit leaves.
+
+    Files the kernel has cached can be dropped, so they do not count as used. Without /proc (not
+    Linux) it is the machine's physical memory.
+    """
+    if not Path("/proc/meminfo").exists():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo").read_text().split("MemAvailable:", 1)[1]
+    available = int(meminfo.split()[0]) * 1024
+    cgroup = Path("/sys/fs/cgroup")
+    limit = cgroup / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, max(0, int(text) - used))
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        free = int(text) - used + int(stat.get("inactive_file", 0))
+        available = min(available, max(0, free))
     return available
 
 

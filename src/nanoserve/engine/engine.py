@@ -17,7 +17,7 @@ from nanoserve.engine.batch import LogitRow, StepBatch, StepResult, build_batch
 from nanoserve.engine.build import EngineParts, build_parts, check_donor
 from nanoserve.engine.metrics import EngineLog, commit_failed
 from nanoserve.engine.sampling import check_token_ids
-from nanoserve.engine.sequence import ActiveSequence, RequestGroup, Token
+from nanoserve.engine.sequence import ActiveSequence, RequestGroup, read_tokens
 from nanoserve.request import (
     FinishReason,
     Request,
@@ -44,9 +44,9 @@ class Engine:
     """Continuous-batching generation over one model and one cache.
 
     `donor` shares its loaded weights, so that arms of a comparison hold them once; ValueError if
-    `config` asks for another model than the donor's. `clock` gives
-    seconds; deadlines and metrics use nothing else. `poison_freed` is for tests: blocks that the
-    scheduler lets go are filled with NaN before anyone reuses them.
+    `config` asks for another model than the donor's. `clock` gives seconds; deadlines and metrics
+    use nothing else. `poison_freed` is for tests: blocks that the scheduler lets go are filled with
+    NaN before anyone reuses them.
     """
 
     def __init__(
@@ -72,10 +72,16 @@ class Engine:
         self.log = EngineLog()
         self.poison_freed = poison_freed
         self._groups: dict[str, RequestGroup] = {}
+        self._is_stepping = False
+        self._late_aborts: list[str] = []
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._groups)
+
+    def is_active(self, request_id: str) -> bool:
+        """Is it queued or running? False once it ended, was aborted or was lost with a step."""
+        return request_id in self._groups
 
     def describe(self) -> dict[str, str]:
         """What really runs; every record of a measurement carries this."""
@@ -114,13 +120,15 @@ class Engine:
         check_token_ids(params, self.model_config.vocab_size)
         arrival_s = self.clock() if arrival_s is None else arrival_s
         seed = params.seed if params.seed is not None else secrets.randbits(63)
+        token_ids = tuple(prompt_token_ids)  # one, for however many choices
+        max_tokens = self._resolve_max_tokens(len(token_ids), params.max_tokens)
         requests = [
             Request(
                 request_id=request_id,
                 choice=choice,
-                prompt_token_ids=tuple(prompt_token_ids),
+                prompt_token_ids=token_ids,
                 params=params,
-                max_tokens=self._resolve_max_tokens(len(prompt_token_ids), params.max_tokens),
+                max_tokens=max_tokens,
                 seed=seed,
                 arrival_s=arrival_s,
                 priority=priority,
@@ -173,7 +181,13 @@ class Engine:
         return room
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request in whatever state it is; its blocks are free at once. False: not known."""
+        """Drop a request in whatever state it is; its blocks are free at once. False: not known.
+
+        Called from inside a step (a finalizer may run anywhere), it takes effect when that ends.
+        """
+        if self._is_stepping and request_id in self._groups:
+            self._late_aborts.append(request_id)
+            return True
         group = self._groups.pop(request_id, None)
         if group is None:
             return False
@@ -185,8 +199,17 @@ class Engine:
         """Plan, execute, commit: every scheduled request advances once.
 
         Raises StepError if the executor failed: the requests of this step are dropped, the others
-        go on with the next.
+        go on with the next. So does an interrupt (Ctrl-C), which is passed on as it came.
         """
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+            while self._late_aborts:
+                self.abort(self._late_aborts.pop())
+
+    def _step(self) -> list[RequestDelta]:
         now = self.clock()
         plan = self.scheduler.schedule(now)
         self.log.planned(plan, now)
@@ -200,8 +223,11 @@ class Engine:
     def _execute(self, plan: StepPlan, deltas: list[RequestDelta]) -> StepResult:
         try:
             result = self.executor.execute(self._build_batch(plan))
-        except Exception as error:
-            raise StepError(self._fail(plan), deltas) from error
+        except BaseException as error:
+            failed = self._fail(plan)
+            if isinstance(error, Exception):
+                raise StepError(failed, deltas) from error
+            raise
         self.log.executed(self.clock())
         return result
 
@@ -212,8 +238,7 @@ class Engine:
         for request in ended:
             self.log.ended(request, FinishReason.ERROR)
         failed = sorted({request.request_id for request in ended})
-        for request_id in failed:
-            self.abort(request_id)
+        self._late_aborts += failed
         return failed
 
     def _build_batch(self, plan: StepPlan) -> StepBatch:
@@ -236,16 +261,15 @@ class Engine:
         tokens: list[int | None] = []
         finished: dict[Request, FinishReason] = {}
         deltas: list[RequestDelta] = []
-        row = 0
+        rows = read_tokens(result)
         for item in plan.scheduled:
             tokens.append(None)
             if not item.writes:
                 continue
             sequence = self._sequence(item.request)
-            row = sequence.read_prompt_rows(item, result, row)
+            sequence.read_prompt_rows(item, rows)
             if item.samples:
-                delta = sequence.read(Token.read(result, row), now)
-                row += 1
+                delta = sequence.read(next(rows), now)
                 tokens[-1] = delta.token_ids[0] if delta.token_ids else None
                 if delta.finish_reason is not None:
                     finished[item.request] = delta.finish_reason

@@ -57,7 +57,7 @@ class DrawStream:
 
     def __init__(self, seed: int, choice: int) -> None:
         self._seed, self._choice, self._start = seed, choice, 0
-        self._chunk = uniforms(seed, choice, 0, 0)
+        self._chunk = np.empty(0)  # drawn when first asked for
 
     def at(self, index: int) -> float:
         """The uniform that output token `index` (from 0) is drawn with."""

@@ -7,8 +7,10 @@ them the caller wants, and makes the final `RequestOutput`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
 
 from nanoserve.engine.batch import SAMPLED, LogitRow, RowSampling, StepResult
 from nanoserve.engine.metrics import RequestAccount
@@ -26,26 +28,29 @@ from nanoserve.scheduling.plan import ScheduledRequest
 from nanoserve.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One row of a step's result."""
+class Token(NamedTuple):
+    """One row of a step's result; see `StepResult`."""
 
     token_id: int
-    logprob: TokenLogprob
+    logprob: float
+    top: tuple[tuple[int, float], ...]
     finite: bool
 
-    @classmethod
-    def read(cls, result: StepResult, row: int) -> Self:
-        token_id = int(result.token_ids[row])
-        return cls(
-            token_id=token_id,
-            logprob=TokenLogprob(
-                token_id=token_id,
-                logprob=float(result.logprobs[row]),
-                top=result.top_logprobs[row],
-            ),
-            finite=bool(result.finite[row]),
-        )
+    @property
+    def scored(self) -> TokenLogprob:
+        """What the caller sees of the row, if log-probabilities were asked for."""
+        return TokenLogprob(token_id=self.token_id, logprob=self.logprob, top=self.top)
+
+
+def read_tokens(result: StepResult) -> Iterator[Token]:
+    """The R rows of `result`, in order; each array leaves numpy once, not row by row."""
+    return map(
+        Token,
+        result.token_ids.tolist(),
+        result.logprobs.tolist(),
+        result.top_logprobs,
+        result.finite.tolist(),
+    )
 
 
 class ActiveSequence:
@@ -80,10 +85,11 @@ class ActiveSequence:
             output_token_ids=request.output_token_ids,
             num_logprobs=(params.logprobs or 0) if self.wants_logprobs else None,
         )
+        self.prompt_sampling = replace(self.row_sampling, num_logprobs=params.prompt_logprobs)
 
     def logit_rows(self, item: ScheduledRequest) -> list[LogitRow]:
         """The rows of `item` that need logits: prompt tokens to score, then the one to draw."""
-        rows = self._prompt_rows(item) if self.scores_prompt else []
+        rows = [self._prompt_row(item, position) for position in self._scored_positions(item)]
         if item.samples:
             num_output = len(self.request.output_token_ids)
             sampling = self.row_sampling
@@ -104,26 +110,27 @@ class ActiveSequence:
     def scores_prompt(self) -> bool:
         return self.request.params.prompt_logprobs is not None and self.request.choice == 0
 
-    def _prompt_rows(self, item: ScheduledRequest) -> list[LogitRow]:
-        """Rows that score prompt tokens not scored yet: position p is scored by row p - 1."""
-        prompt = self.request.prompt_token_ids
-        sampling = replace(self.row_sampling, num_logprobs=self.request.params.prompt_logprobs)
-        first = max(item.start, len(self.prompt_logprobs))
-        return [
-            LogitRow(offset=p - item.start, target=prompt[p + 1], sampling=sampling, draw=0.0)
-            for p in range(first, min(item.start + item.num_tokens, len(prompt) - 1))
-        ]
-
-    def read_prompt_rows(self, item: ScheduledRequest, result: StepResult, row: int) -> int:
-        """Take the scored prompt tokens of `item`, from result row `row` on; the row after them."""
+    def _scored_positions(self, item: ScheduledRequest) -> range:
+        """Positions of `item` whose rows score a prompt token, the next one, that none has yet."""
         if not self.scores_prompt:
-            return row
-        num_rows = len(self._prompt_rows(item))
-        for scored in range(row, row + num_rows):
-            token = Token.read(result, scored)
+            return range(0)
+        last = len(self.request.prompt_token_ids) - 1
+        first = max(item.start, len(self.prompt_logprobs))
+        return range(first, min(item.start + item.num_tokens, last))
+
+    def _prompt_row(self, item: ScheduledRequest, position: int) -> LogitRow:
+        return LogitRow(
+            offset=position - item.start,
+            target=self.request.prompt_token_ids[position + 1],
+            sampling=self.prompt_sampling,
+            draw=0.0,
+        )
+
+    def read_prompt_rows(self, item: ScheduledRequest, rows: Iterator[Token]) -> None:
+        """Take the scored prompt tokens of `item` from the step's `rows`, and no more of them."""
+        for token in islice(rows, len(self._scored_positions(item))):
             self.is_broken |= not token.finite
-            self.prompt_logprobs.append(token.logprob)
-        return row + num_rows
+            self.prompt_logprobs.append(token.scored)
 
     def read(self, token: Token, now: float) -> RequestDelta:
         """Take the sampled token; the delta says what it added and whether the choice ended."""
@@ -136,7 +143,7 @@ class ActiveSequence:
             self.account.first_token_s = now
         self.account.last_token_s = now
         if self.wants_logprobs:
-            self.logprobs.append(token.logprob)
+            self.logprobs.append(token.scored)
         if token.token_id in self.eos_ids:
             return self.end(FinishReason.STOP, token)
         if token.token_id in self.end_ids:
@@ -160,13 +167,13 @@ class ActiveSequence:
         return self._delta(text + held, token, reason)
 
     def _delta(self, text: str, token: Token | None, reason: FinishReason | None) -> RequestDelta:
-        wanted = self.request.params.logprobs is not None and token is not None
+        wanted = self.request.params.logprobs is not None
         return RequestDelta(
             request_id=self.request.request_id,
             index=self.request.choice,
             token_ids=() if token is None else (token.token_id,),
             text=text,
-            logprobs=(token.logprob,) if wanted and token is not None else None,
+            logprobs=(token.scored,) if wanted and token is not None else None,
             finish_reason=reason,
             stop_reason=self.stop_reason if reason is not None else None,
         )

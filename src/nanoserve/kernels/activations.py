@@ -1,8 +1,8 @@
 """GPT-2-family activations by the names that checkpoints use.
 
 `gelu_new`, `gelu_fast` and `gelu_pytorch_tanh` are one function, the tanh form of Hendrycks and
-Gimpel (arXiv:1606.08415, section 2); `gelu` is the exact erf form. Confusing the two moves GPT-2's logits
-by about 1e-3, which is why each name is spelled out.
+Gimpel (arXiv:1606.08415, section 2); `gelu` is the exact erf form. Confusing the two gives logits
+that look right and are not, which is why each name is spelled out.
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ class Conv1D:
 
 
 class Attention:
+    """q, k and v of each row at once; the cache keeps k and v, and attends."""
+
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], layer: int) -> None:
         self.layer = layer
         self.num_heads, self.head_size = config.n_head, config.head_size
@@ -61,6 +63,8 @@ class Attention:
 
 
 class MLP:
+    """Widen to `n_inner`, activate, narrow back to C."""
+
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], layer: int) -> None:
         self.c_fc = Conv1D(weights, f"h.{layer}.mlp.c_fc")
         self.c_proj = Conv1D(weights, f"h.{layer}.mlp.c_proj")

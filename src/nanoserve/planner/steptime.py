@@ -81,7 +81,20 @@ def predict_step_s(
     kv_dtype: str | None = None,
     num_operations: int = 0,
 ) -> float:
-    """Seconds of one step: max(bytes / read rate, flops / matmul rate) + operations x dispatch.
+    """Seconds of one step by the roofline. Raises ValueError as `roofline_s` does."""
+    return roofline_s(
+        ceilings,
+        num_bytes=step_bytes(model, step, dtype=dtype, kv_dtype=kv_dtype),
+        flops=step_flops(model, step),
+        dtype=dtype,
+        num_operations=num_operations,
+    )
+
+
+def roofline_s(
+    ceilings: Ceilings, *, num_bytes: int, flops: int, dtype: str, num_operations: int = 0
+) -> float:
+    """max(bytes / read rate, flops / matmul rate) + operations x dispatch, in seconds.
 
     Raises ValueError if the matmul rate of `dtype` was not measured.
     """
@@ -90,8 +103,8 @@ def predict_step_s(
             f"no matmul rate for {dtype} among the measured ceilings "
             f"({', '.join(ceilings.matmul_flops_per_s)}): run `nanoserve bench ceilings`"
         )
-    moving_s = step_bytes(model, step, dtype=dtype, kv_dtype=kv_dtype) / ceilings.read_bytes_per_s
-    computing_s = step_flops(model, step) / ceilings.matmul_flops_per_s[dtype]
+    moving_s = num_bytes / ceilings.read_bytes_per_s
+    computing_s = flops / ceilings.matmul_flops_per_s[dtype]
     return max(moving_s, computing_s) + num_operations * ceilings.dispatch_s
 
 
