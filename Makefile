@@ -1,0 +1,60 @@
+# Everything from nothing: each target makes what it needs first, so a fresh clone can start anywhere.
+# Another interpreter: make test PYTHON=python3.12. More arguments: make test ARGS="-k decoder".
+
+PYTHON ?= python3
+ARGS ?=
+BENCH ?= kvcache --device cpu
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup fmt lint type test check bench report demo
+
+help: ## List the targets, so that nobody has to read this file.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## Make .venv with the tested versions, so that every run here is a run you can have too.
+
+fmt: $(INSTALLED) ## Rewrite the code in the one format, so that a diff shows only what was meant.
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+lint: $(INSTALLED) ## Check format and rules without touching a file, because a reader trips over both.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+type: $(INSTALLED) ## Prove the annotations of src/ (mypy strict), because seams are only as firm as their types.
+	$(BIN)/mypy
+
+test: $(INSTALLED) ## Run the tests that take seconds: same tokens whatever the way, and the floors of the house.
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint type test ## Do what must be green before a commit, in the order that fails soonest.
+
+bench: $(INSTALLED) ## Measure on this machine and record it, because nothing is claimed that was not measured.
+	$(BIN)/python -m nanoserve.bench $(BENCH)
+
+report: $(INSTALLED) ## Render tables, plots and README numbers from the records, so that nobody types a number.
+	$(BIN)/nanoserve report $(ARGS)
+
+demo: $(INSTALLED) ## See it work in five minutes: text from the embedded model, then naive against cached, measured here.
+	@echo 'The embedded model goes on from "Once upon a time":'
+	@$(BIN)/nanoserve generate "Once upon a time" --max-tokens 96 --temperature 0.8 --seed 7
+	@echo 'Now the main job: what does the cache buy on this machine?'
+	@$(BIN)/python -m nanoserve.bench kvcache --device cpu --quick
+
+# Remade only when what is to be installed has changed. The stamp comes last, so an install that was
+# interrupted is taken up again by the next call.
+$(INSTALLED): requirements.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo 'nanoserve needs Python 3.11 or newer and found no "$(PYTHON)";' \
+	         'name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "nanoserve needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	         'name another: make $(MAKECMDGOALS) PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	    echo 'could not make $(VENV): Debian and Ubuntu keep the module in the package python3-venv' >&2; \
+	    exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check --requirement requirements.txt
+	@touch $@
