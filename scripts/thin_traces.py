@@ -1,6 +1,6 @@
 """Make the extract of the Azure LLM inference traces 2023 that the benchmarks ship.
 
-Reads the two files of https://github.com/Azure/AzurePublicDataset (`data/AzureLLMInferenceTrace_*.csv`),
+Reads the two files `AzureLLMInferenceTrace_*.csv` of the repository Azure/AzurePublicDataset and
 writes `conv.csv` and `code.csv`: the first requests that fit GPT-2's window, arrivals in seconds.
 What was changed is written down in the README beside them; a test holds their checksums.
 

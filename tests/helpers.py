@@ -45,6 +45,8 @@ SIZES: dict[str, int] = {
 NUM_TOKEN_IDS = 383
 """The tokenizer's: 256 bytes, 126 pairs, and the end of text, which comes last."""
 EOS = NUM_TOKEN_IDS - 1
+MAX_STEPS = 10_000
+"""More than any test here needs: an engine that stands still must fail, not hang."""
 
 Weights = Mapping[str, oracle.Float64]
 
@@ -138,11 +140,13 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def drain(engine: Engine) -> list[RequestDelta]:
-    """Step until nothing is left; every delta, in order."""
+    """Step until nothing is left; every delta, in order. Fails if that never comes."""
     deltas: list[RequestDelta] = []
-    while engine.has_unfinished:
+    for _ in range(MAX_STEPS):
+        if not engine.has_unfinished:
+            return deltas
         deltas += engine.step()
-    return deltas
+    raise AssertionError(f"unfinished after {MAX_STEPS} steps: {list(engine._groups)}")
 
 
 def outputs_of(deltas: Sequence[RequestDelta]) -> dict[str, RequestOutput]:
@@ -174,8 +178,12 @@ def tokens_of(output: RequestOutput, choice: int = 0) -> list[int]:
 
 def account_of(engine: Engine, request_id: str, choice: int = 0) -> RequestAccount:
     """The engine's own record of a finished request."""
-    found = [a for a in engine.log.finished if a.request.request_id == request_id]
-    return found[choice]
+    (found,) = (
+        account
+        for account in engine.log.finished
+        if (account.request.request_id, account.request.choice) == (request_id, choice)
+    )
+    return found
 
 
 def was_recomputed(account: RequestAccount) -> bool:

@@ -353,6 +353,8 @@ ENGINE_VALUES: dict[str, tuple[str, object]] = {
     "strict_context": ("true", True),
     "threads": ("2", 2),
 }
+NEEDED_BESIDE: dict[str, tuple[str, str]] = {"slide_window": ("context_overflow", "slide")}
+"""Options that are refused alone: what each goes with."""
 
 
 def test_every_engine_option_is_tried_here() -> None:
@@ -369,8 +371,11 @@ def test_an_engine_option_arrives_from_the_line_and_from_the_environment(
     text, value = ENGINE_VALUES[name]
     option = f"--{name.replace('_', '-')}"
     typed = {"false": [option.replace("--", "--no-")], "true": [option]}.get(text, [option, text])
+    beside = dict([NEEDED_BESIDE[name]] if name in NEEDED_BESIDE else [])
+    for needed, needed_value in beside.items():
+        monkeypatch.setenv(f"NANOSERVE_{needed.upper()}", needed_value)
     engine, _ = captured_options(command, monkeypatch, *typed)
-    wanted = engine_config(**{name: value})
+    wanted = engine_config(**{name: value}, **beside)
     assert engine_config(**engine.values()) == wanted != EngineConfig()
     monkeypatch.setenv(f"NANOSERVE_{name.upper()}", text)
     engine, _ = captured_options(command, monkeypatch)

@@ -98,9 +98,18 @@ def test_a_refused_prompt_leaves_nothing_of_its_list_behind(
 
 
 def test_outputs_come_in_the_order_of_the_prompts_whoever_ends_first() -> None:
+    """Who waits for the first prompt keeps one delta of each of the others, not their texts."""
     llm = tiny_llm(max_num_seqs=2)
     lengths = (34, 3, 22, 8, 13)
+    step, kept = llm._step, []
+
+    def step_and_count() -> None:
+        step()
+        kept.append(max(len(inbox) for inbox in llm._inboxes.values()))
+
+    llm._step = step_and_count  # type: ignore[method-assign]
     outputs = llm.generate([prompt_of(length) for length in lengths], greedy(12))
+    assert max(kept) == 1
     assert [output.prompt_token_ids for output in outputs] == [
         tuple(prompt_of(length)) for length in lengths
     ]

@@ -751,7 +751,7 @@ def test_check_token_ids_names_what_is_no_id_of_the_vocabulary() -> None:
         check_token_ids(SamplingParams(logit_bias={3: 1, 10: 1}), 10)
     with pytest.raises(ValueError, match=r"stop_token_ids .* between 0 and 9, got 50256"):
         check_token_ids(SamplingParams(stop_token_ids=(3, 50256)), 10)
-    with pytest.raises(ValueError, match=r"stop_token_ids .* between 0 and 9, got -1"):
+    with pytest.raises(ValueError, match=r"stop_token_ids .* at least 0, got -1"):
         check_token_ids(SamplingParams(stop_token_ids=(-1,)), 10)
 
 

@@ -32,7 +32,8 @@ from nanoserve.verify import WAYS, Report, Way, compare, verify
         {"max_model_len": 24},
         {"block_size": 64},
         {"max_num_batched_tokens": 8, "enable_prefix_caching": False},
-        {"context_overflow": "slide", "slide_window": 200, "strict_context": True},
+        {"context_overflow": "slide", "slide_window": 200},
+        {"strict_context": True},
     ],
 )
 def test_every_way_happens_whatever_the_options(options: dict[str, Any]) -> None:

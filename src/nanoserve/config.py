@@ -276,6 +276,7 @@ class CacheConfig:
     """How keys and values are laid out and stored.
 
     `dtype` None means "the model's". `memory_bytes` None means "sized from the machine".
+    `block_size`, in tokens, is read by `paged` alone: the other layouts have a size of their own.
     """
 
     layout: Layout = "paged"
@@ -296,7 +297,8 @@ class SchedulerConfig:
     """How requests share the steps and the cache.
 
     `max_num_batched_tokens` None means "auto": chosen by the engine for the machine.
-    `max_model_len` None means the model's `n_positions`. `slide_window` None means half of it.
+    `max_model_len` None means the model's `n_positions`. `slide_window` None means half of it; it
+    goes with `context_overflow="slide"` only, and `strict_context` with "error" only.
     """
 
     batching: Batching = "continuous"
@@ -314,6 +316,18 @@ class SchedulerConfig:
         _check_limit("--max-num-seqs", self.max_num_seqs)
         _check_limit("--max-num-batched-tokens", self.max_num_batched_tokens)
         _check_limit("--max-model-len", self.max_model_len)
+        _check_limit("--slide-window", self.slide_window)
+        slides = self.context_overflow == "slide"
+        if self.slide_window is not None and not slides:
+            raise ValueError(
+                f"--slide-window {self.slide_window} needs --context-overflow slide, "
+                f"got --context-overflow {self.context_overflow}"
+            )
+        if self.strict_context and slides:
+            raise ValueError(
+                "--strict-context contradicts --context-overflow slide: a window that slides cuts "
+                "no request short, so there is nothing to refuse"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

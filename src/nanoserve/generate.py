@@ -21,7 +21,7 @@ def naive(model: GPT2, token_ids: Sequence[int], max_tokens: int) -> list[int]:
     """`max_tokens` greedy tokens after `token_ids`, recomputing everything for each.
 
     The n-th token costs a forward pass over all n tokens before it: quadratic in the length (cubic
-    in attention). Raises ValueError if the text would outgrow the model's positions.
+    in attention). Raises ValueError as `check_room` does.
     """
     check_room(model, token_ids, max_tokens)
     nothing_kept = RecomputeCache(model.config, dtype=model.wte.dtype)
@@ -38,10 +38,17 @@ def cached(model: GPT2, token_ids: Sequence[int], max_tokens: int) -> list[int]:
     return list(stream(model, token_ids, max_tokens))
 
 
-@torch.inference_mode()
 def stream(model: GPT2, token_ids: Sequence[int], max_tokens: int) -> Iterator[int]:
-    """`cached`, one token at a time: the next is computed when it is asked for."""
+    """`cached`, one token at a time: the next is computed when it is asked for.
+
+    What `check_room` refuses is refused here and now, not when the first token is asked for.
+    """
     check_room(model, token_ids, max_tokens)
+    return _one_by_one(model, token_ids, max_tokens)
+
+
+@torch.inference_mode()
+def _one_by_one(model: GPT2, token_ids: Sequence[int], max_tokens: int) -> Iterator[int]:
     cache = BlockCache(
         model.config,
         num_blocks=1,
@@ -63,9 +70,20 @@ def lowest_best(logits: torch.Tensor) -> int:
 
 
 def check_room(model: GPT2, token_ids: Sequence[int], max_tokens: int) -> None:
-    limit = model.config.n_positions
-    if not token_ids:
+    """Raise ValueError unless `max_tokens` tokens can follow `token_ids` in the model's positions.
+
+    An empty prompt, an id outside the vocabulary and a negative `max_tokens` are refused too.
+    """
+    limit, vocab_size = model.config.n_positions, model.config.vocab_size
+    if len(token_ids) == 0:
         raise ValueError("the prompt is empty: at least one token is needed")
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens must be at least 0, got {max_tokens}")
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
+            )
     if len(token_ids) + max_tokens > limit:
         raise ValueError(
             f"{len(token_ids)} prompt tokens and {max_tokens} new ones exceed the model's "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
@@ -172,14 +172,16 @@ class LLM:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A string or a list of token ids is one prompt; any other sequence is many.
+    """A string or a sequence of token ids is one prompt; any other sequence is many.
 
-    Raises TypeError where token ids are mixed with prompts.
+    An array of integers is such a sequence, one of two dimensions a batch of them. Raises TypeError
+    where token ids are mixed with prompts.
     """
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)
-    num_ids = sum(isinstance(item, int) for item in listed)
+    # Whatever holds nothing is meant as an id: the engine says so if it is none.
+    num_ids = sum(not isinstance(item, Iterable) for item in listed)
     if num_ids not in (0, len(listed)):
         raise TypeError("token ids are mixed with prompts: put the ids of one prompt in a list")
     return [listed] if num_ids else listed

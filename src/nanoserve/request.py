@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 64
 MAX_CHOICES = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 10_000
 
 
 class FinishReason(enum.StrEnum):
@@ -33,7 +36,9 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` None, 0 or -1 is off. `max_tokens` None means to the end of
     the context. `seed` None draws one. `logprobs` k reports each token's log-probability and its k
     best alternatives, `prompt_logprobs` the same for the prompt. `best_of` None means `n`.
-    Raises ValueError for a value outside its range (NaN always is).
+    `stop` is a string or up to 64 of them, of up to 10,000 characters each. Containers are copied.
+    Raises ValueError, naming the field, for a value of another kind or outside its range (NaN
+    always is), and for None where the field's type does not offer it.
     """
 
     max_tokens: int | None = 16
@@ -57,34 +62,76 @@ class SamplingParams:
     best_of: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        self._check_containers()
+        self._copy_containers()
+        self._check_limits()
+        self._check_sampling()
+        self._check_ends()
+
+    def _check_containers(self) -> None:
+        """Refuse what is no container, so that what follows may look inside."""
+        if not isinstance(self.stop, Sequence):
+            raise ValueError(f"stop must be a string or a sequence of them, got {self.stop!r}")
+        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str):
+            raise ValueError(
+                f"stop_token_ids must be a sequence of integers, got {self.stop_token_ids!r}"
+            )
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+
+    def _copy_containers(self) -> None:
+        """What the caller does to its own lists and dicts later must change nothing here."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.top_k is not None and self.top_k in (0, -1):
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if type(self.top_k) is int and self.top_k in (0, -1):  # False == 0, and is refused
             object.__setattr__(self, "top_k", None)
-        check_range("max_tokens", self.max_tokens, 0, math.inf, integer=True)
+
+    def _check_limits(self) -> None:
+        """How much is generated and reported, and from which seed."""
+        check_range("max_tokens", self.max_tokens, 0, math.inf, integer=True, optional=True)
         check_range("min_tokens", self.min_tokens, 0, math.inf, integer=True)
+        check_range("seed", self.seed, -(2**63), 2**63 - 1, integer=True, optional=True)
+        check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True, optional=True)
+        check_range(
+            "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, integer=True, optional=True
+        )
+        check_range("n", self.n, 1, MAX_CHOICES, integer=True)
+        check_range("best_of", self.best_of, self.n, MAX_CHOICES, integer=True, optional=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+
+    def _check_sampling(self) -> None:
         check_range("temperature", self.temperature, 0.0, math.inf)
         check_range("top_p", self.top_p, 0.0, 1.0)
-        check_range("top_k", self.top_k, 1, math.inf, integer=True)
+        check_range("top_k", self.top_k, 1, math.inf, integer=True, optional=True)
         check_range("min_p", self.min_p, 0.0, 1.0)
         check_range("repetition_penalty", self.repetition_penalty, 1e-6, math.inf)
         check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_range("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
-        check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True)
-        check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, integer=True)
-        check_range("n", self.n, 1, MAX_CHOICES, integer=True)
-        check_range("best_of", self.best_of, self.n, MAX_CHOICES, integer=True)
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ValueError(f"stop must hold non-empty strings, got {list(self.stop)!r}")
         for token_id, bias in self.logit_bias.items():
             check_range("logit_bias key", token_id, 0, math.inf, integer=True)
             check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+
+    def _check_ends(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for token_id in self.stop_token_ids:
+            check_range("stop_token_ids entry", token_id, 0, math.inf, integer=True)
+        if any(not isinstance(string, str) or not string for string in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {list(self.stop)!r}")
+        if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+                f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}"
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise ValueError(
+                f"stop strings must have at most {MAX_STOP_CHARS} characters, got one of {longest}"
             )
 
     @property
@@ -94,17 +141,34 @@ class SamplingParams:
 
 
 def check_range(
-    name: str, value: float | None, low: float, high: float, *, integer: bool = False
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    integer: bool = False,
+    optional: bool = False,
 ) -> None:
-    """Raise ValueError unless `value` is None or a number (an int if `integer`) in [low, high]."""
-    if value is None:
+    """Raise ValueError unless `value` is a finite number (an int if `integer`) in [low, high].
+
+    None passes only if `optional`; a bool is no number, and neither is an int that no float holds.
+    """
+    if value is None and optional:
         return
-    kind = int if integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}")
-    if not low <= value <= high or math.isinf(value):
-        bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {bounds}, got {value}")
+    kind = "an integer" if integer else "a number"
+    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
+        raise ValueError(f"{name} must be {kind}, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
+        # Its digits would fill the message, and Python prints no more than 4300 of them.
+        raise ValueError(f"{name} is too large: got an integer of {value.bit_length()} bits")
+    if not low <= value <= high or (isinstance(value, float) and math.isinf(value)):
+        raise ValueError(f"{name} must be {_bounds(low, high)}, got {value}")
+
+
+def _bounds(low: float, high: float) -> str:
+    if high < math.inf:
+        return f"between {low} and {high}"
+    return f"at least {low}" if low > -math.inf else "finite"
 
 
 class RequestStatus(enum.Enum):
@@ -191,7 +255,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """When things happened (seconds on the engine's clock), and what they cost."""
+    """When things happened (seconds on the engine's clock), and what they cost.
+
+    `num_cached_tokens` are the prompt tokens that the first choice found in the cache when it was
+    first admitted, so fewer than the prompt has: siblings share its prompt and do not count again.
+    `num_preemptions` and `num_slides` are totals over all choices.
+    """
 
     arrival_s: float
     first_scheduled_s: float | None = None

@@ -103,9 +103,9 @@ def _content(value: object, where: str) -> str | tuple[int, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{where}: prompt must be a string or a list of token ids, got {value!r}")
     for token_id in value:
-        check_range(f"{where}: a token id", token_id, 0, float("inf"), integer=True)
         if token_id is None:
             raise ValueError(f"{where}: a token id must be an integer, got null")
+        check_range(f"{where}: a token id", token_id, 0, float("inf"), integer=True)
     return tuple(value)
 
 

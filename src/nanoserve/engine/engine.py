@@ -8,6 +8,7 @@ another. Not thread-safe: whoever owns an engine calls it from one thread.
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -109,18 +110,18 @@ class Engine:
 
         Raises ValueError, and queues nothing, for a prompt that is empty, holds an id outside the
         vocabulary or does not fit the context; for parameters that this model cannot honour; for an
-        id that is in use; for a timeout that is negative or not finite; and for a request that the
-        cache could never hold.
+        id that is empty or in use; for a `priority` that is no int, an arrival that is not finite
+        or a timeout that is not positive and finite; and for a request that the cache could never
+        hold. Token ids may be of any integral type (numpy's too): they are kept as ints.
         """
         params = params or SamplingParams()
-        if request_id in self._groups:
-            raise ValueError(f"request id {request_id!r} is in use")
-        self._check_prompt(prompt_token_ids, params.max_tokens)
-        check_range("timeout_s", timeout_s, 0.0, math.inf)
+        self._check_id(request_id)
+        check_order(priority, arrival_s, timeout_s)
+        token_ids = tuple(map(as_token_id, prompt_token_ids))  # one, for however many choices
+        self._check_prompt(token_ids, params.max_tokens)
         check_token_ids(params, self.model_config.vocab_size)
         arrival_s = self.clock() if arrival_s is None else arrival_s
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        token_ids = tuple(prompt_token_ids)  # one, for however many choices
         max_tokens = self._resolve_max_tokens(len(token_ids), params.max_tokens)
         requests = [
             Request(
@@ -145,14 +146,18 @@ class Engine:
             self.parts.eos_token_ids,
         )
 
+    def _check_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
+        if request_id in self._groups:
+            raise ValueError(f"request id {request_id!r} is in use")
+
     def _check_prompt(self, token_ids: Sequence[int], max_tokens: int | None) -> None:
         """Only a prompt that nothing is to follow (`max_tokens` 0) may fill the context."""
         limit, vocab_size = self.spec.max_model_len, self.model_config.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
         for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise ValueError(f"a prompt token id must be an integer, got {token_id!r}")
             if not 0 <= token_id < vocab_size:
                 raise ValueError(
                     f"prompt token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
@@ -293,3 +298,22 @@ class Engine:
             if group.is_finished:
                 del self._groups[delta.request_id]
         return released
+
+
+def as_token_id(value: object) -> int:
+    """`value` as an int. Raises ValueError unless it is integral and no bool."""
+    if isinstance(value, bool):
+        raise ValueError(f"a prompt token id must be an integer, got {value!r}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"a prompt token id must be an integer, got {value!r}") from None
+
+
+def check_order(priority: int, arrival_s: float | None, timeout_s: float | None) -> None:
+    """Raise ValueError for what the scheduler's queues could not sort by, or a time already up."""
+    check_range("priority", priority, -math.inf, math.inf, integer=True)
+    check_range("arrival_s", arrival_s, -math.inf, math.inf, optional=True)
+    check_range("timeout_s", timeout_s, 0.0, math.inf, optional=True)
+    if timeout_s == 0:
+        raise ValueError(f"timeout_s must be more than 0, got {timeout_s}")

@@ -292,7 +292,7 @@ class RequestGroup:
             first_scheduled_s=min(scheduled, default=None),
             first_token_s=min(first, default=None),
             last_token_s=max(last, default=None),
-            num_cached_tokens=sum(r.num_cached_tokens for r in requests),
+            num_cached_tokens=requests[0].num_cached_tokens,
             num_preemptions=sum(r.num_preemptions for r in requests),
             num_slides=sum(r.num_slides for r in requests),
         )

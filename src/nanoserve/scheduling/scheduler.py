@@ -32,7 +32,8 @@ class SchedulerCounters:
     `asked_rows` counts the rows that were sampled, `computed_rows` also those that static batching
     computed for requests already finished. Their ratio is the policy's waste: for one static batch
     whose prompts fit one step it is the longest output over the mean one. `prefix_query_tokens` are
-    the tokens looked up at admissions, `prefix_hit_tokens` those found.
+    the tokens looked up at admissions, `prefix_hit_tokens` those found: both stay 0 where
+    nothing is ever looked up (no prefix caching, or a cache that keeps nothing).
     """
 
     num_preemptions: int = 0
@@ -388,7 +389,7 @@ class Scheduler:
             request.num_cached_tokens = spared.num_tokens
         if spared.is_fork:
             self.counters.num_forks += 1
-        elif self._may_be_spared(request):
+        elif self.pool.enable_prefix_caching and self._may_be_spared(request):
             self.counters.prefix_query_tokens += request.num_window_tokens
             self.counters.prefix_hit_tokens += spared.num_tokens
 
