@@ -614,8 +614,8 @@ def test_list_says_what_each_asks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, pieces",
     [
-        ([], ["name an experiment: ceilings, kvcache or all"]),
-        (["kvcash"], ["no experiment kvcash", "ceilings, kvcache or all"]),
+        ([], ["name an experiment: ceilings, kvcache, batch, ", " or all"]),
+        (["kvcash"], ["no experiment kvcash", "ceilings, kvcache, batch, ", " or all"]),
         (["kvcache", "--threads", "0"], ["--threads must be at least 1, got 0"]),
         (["kvcache", "--seed", "-1"], ["--seed must be at least 0, got -1"]),
     ],

@@ -28,6 +28,7 @@ from nanoserve.bench import machine, measure, metrics, record
 from nanoserve.bench.measure import Group, Rounds, Rules, Sample, Stopwatch
 from nanoserve.bench.metrics import Interval, RequestTimes
 from nanoserve.bench.record import Journal, read_runs
+from nanoserve.planner import hardware
 from nanoserve.planner.steptime import Ceilings
 
 DEV_FULL = Path("/dev/full")
@@ -497,7 +498,7 @@ def test_ceilings_are_kept_by_device_and_threads() -> None:
 def test_ceilings_of_another_machine_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.save_ceilings(CEILINGS)
     other = {"model": "another processor", "vector": []}
-    monkeypatch.setattr(machine, "cpu_info", lambda: other)
+    monkeypatch.setattr(hardware, "cpu_info", lambda: other)
     assert machine.load_cached_ceilings() is None
 
 

@@ -9,7 +9,7 @@ curves carry their names, so there is no legend to look up.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,14 +79,19 @@ def plot_json(data: PlotData) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def save(data: PlotData, stem: Path) -> list[Path]:
-    """Write `stem`.svg and `stem`.png. The SVG carries no date and no random ids."""
+def save(
+    data: PlotData, stem: Path, draw: Callable[[PlotData], Figure] | None = None
+) -> list[Path]:
+    """Write `stem`.svg and `stem`.png. The SVG carries no date and no random ids.
+
+    `draw` None: the data are those of `kvcache_plot`.
+    """
     import matplotlib as mpl
 
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.parent / f"{stem.name}.{ending}" for ending in ("svg", "png")]
     with mpl.rc_context(STYLE):
-        figure = draw_kvcache(data)
+        figure = (draw or draw_kvcache)(data)
         figure.savefig(paths[0], metadata={"Date": None})
         figure.savefig(paths[1], dpi=150)
     return paths

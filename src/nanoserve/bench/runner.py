@@ -17,8 +17,16 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from nanoserve.bench import plots
+from nanoserve.bench.chapters import CHAPTERS
 from nanoserve.bench.conduct import VoidError, check_out, results_path
-from nanoserve.bench.experiments import ceilings, kvcache
+from nanoserve.bench.experiments import (
+    batch,
+    batching,
+    ceilings,
+    interference,
+    kvcache,
+    overhead,
+)
 from nanoserve.bench.findings import Table
 from nanoserve.bench.findings.ceilings import ceilings_paragraph, ceilings_table
 from nanoserve.bench.findings.kvcache import (
@@ -63,11 +71,36 @@ def show_kvcache(run: Run, options: Options, screen: Screen) -> None:
         screen.say(f"Records: {path}\nPlot: {pictures[-1]}")
 
 
+def show_chapter(run: Run, options: Options, screen: Screen) -> None:
+    """Tables, what they mean here, and where records and plots are."""
+    chapter = CHAPTERS[run.header["experiment"]]
+    findings = chapter.conclude(run)
+    for table in chapter.tables.values():
+        screen.show(rich_table(table(findings)))
+    screen.show(chapter.paragraph(findings))
+    path = results_path(options, run.header["experiment"], run.header["name"])
+    screen.say(f"Records: {path}")
+    for name, picture in chapter.pictures.items():
+        stem = path.with_name(f"{name}-{path.stem.partition('-')[2]}")
+        try:
+            pictures = plots.save(picture.data(findings), stem, picture.draw)
+        except ModuleNotFoundError as error:
+            screen.say(f"No plot: {error.name} is not installed (pip install 'nanoserve[bench]').")
+            return
+        screen.say(f"Plot: {pictures[-1]}")
+
+
 EXPERIMENTS = {
     "ceilings": Experiment(
         question=ceilings.QUESTION, measure=ceilings.measure, show=show_ceilings
     ),
     "kvcache": Experiment(question=kvcache.QUESTION, measure=kvcache.measure, show=show_kvcache),
+    "batch": Experiment(question=batch.QUESTION, measure=batch.measure, show=show_chapter),
+    "batching": Experiment(question=batching.QUESTION, measure=batching.measure, show=show_chapter),
+    "interference": Experiment(
+        question=interference.QUESTION, measure=interference.measure, show=show_chapter
+    ),
+    "overhead": Experiment(question=overhead.QUESTION, measure=overhead.measure, show=show_chapter),
 }
 
 
@@ -143,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names: list[str] = given.pop("names")
     if given.pop("list"):
         for name, experiment in EXPERIMENTS.items():
-            print(f"{name:10} {experiment.question}")
+            print(f"{name:13} {experiment.question}")
         return 0
     try:
         run(names, Options(**given))

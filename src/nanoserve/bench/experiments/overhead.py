@@ -1,0 +1,187 @@
+"""What does the engine itself cost, beside the model?
+
+With n requests in steady decode and an executor that answers at once, two loops are timed: planning
+alone (schedule, build the batch, commit), and whole steps of the engine, which also draws uniforms,
+decodes text and keeps its log. Then the real executor is put back and timed from inside the same
+steps: the share of the wall time in which the model works. One loop runs twice (A/A).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoserve.bench.calibrate import add_all, greedy
+from nanoserve.bench.conduct import AAArms, conduct
+from nanoserve.bench.experiments.batch import make_trial
+from nanoserve.bench.experiments.kvcache import Gate, write
+from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
+from nanoserve.bench.proxies import SilentExecutor, TimedExecutor
+from nanoserve.bench.record import Run
+from nanoserve.bench.session import Options, Screen, open_engine, weights_at_hand
+from nanoserve.bench.traces import Length
+from nanoserve.bench.workload import prompt_token_ids
+from nanoserve.engine.batch import SAMPLED, LogitRow, RowSampling, build_batch
+from nanoserve.engine.engine import Engine
+from nanoserve.scheduling.plan import ScheduledRequest
+
+QUESTION = "what does the engine cost beside the model?"
+
+AA = AAArms(arm="planning", same_arm="planning again", part="steps")
+NUM_STEPS = 32
+"""Steps of one loop; a repetition is the whole loop, so that reading the clock costs nothing."""
+
+WARM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """`running` requests with the silent executor, `with_model` of them with the real one.
+
+    `context` is where the decodes begin: block tables grow with it, and the batch with them.
+    """
+
+    running: tuple[int, ...]
+    with_model: int
+    model_steps: int
+    context: int
+    rules: Rules
+
+
+FULL = Scale(
+    running=(1, 8, 64, 256),
+    with_model=64,
+    model_steps=16,
+    context=128,
+    rules=Rules(budget_s=120.0),
+)
+QUICK = Scale(
+    running=(1, 8, 64),
+    with_model=64,
+    model_steps=4,
+    context=64,
+    rules=Rules(warmups=1, min_rounds=3, max_rounds=12, budget_s=10.0),
+)
+
+
+def start_decoding(engine: Engine, num_requests: int, context: int, num_steps: int) -> None:
+    """Bring `num_requests` to steady decode, with enough left to write for `num_steps` more."""
+    length = Length(prompt=context, output=WARM_STEPS + num_steps + 1)
+    add_all(engine, [length] * num_requests)
+    for _ in range(WARM_STEPS):
+        engine.step()
+
+
+def abort_all(engine: Engine, num_requests: int) -> None:
+    for number in range(num_requests):
+        engine.abort(str(number))
+
+
+def planning_loop(engine: Engine, num_requests: int) -> None:
+    """Steps in which nothing is computed or read: the scheduler, and the batch as arrays."""
+    scheduler, spec = engine.scheduler, engine.spec
+    sampling = RowSampling(params=greedy(1), prompt_token_ids=(), output_token_ids=())
+    rows = [LogitRow(offset=0, target=SAMPLED, sampling=sampling, draw=0.0)]
+    tokens = [0] * num_requests
+
+    def logit_rows(_: ScheduledRequest) -> list[LogitRow]:
+        return rows
+
+    for _ in range(NUM_STEPS):
+        plan = scheduler.schedule(0.0)
+        build_batch(plan, logit_rows, block_size=spec.block_size, scratch_block=spec.num_blocks)
+        scheduler.commit(plan, tokens, {})
+
+
+def engine_loop(engine: Engine) -> None:
+    """Whole steps, whatever the executor."""
+    for _ in range(NUM_STEPS):
+        engine.step()
+
+
+def silent_arm(engine: Engine, num_requests: int, context: int, *, whole_steps: bool) -> Arm:
+    """Either loop with the executor silenced; "steps" are `NUM_STEPS` of them."""
+
+    def arm(watch: Stopwatch) -> None:
+        real = engine.executor
+        engine.executor = SilentExecutor(real)
+        try:
+            start_decoding(engine, num_requests, context, NUM_STEPS)
+            if whole_steps:
+                watch.time("steps", lambda: engine_loop(engine))
+            else:
+                watch.time("steps", lambda: planning_loop(engine, num_requests))
+        finally:
+            abort_all(engine, num_requests)
+            engine.executor = real
+
+    return arm
+
+
+def busy_arm(engine: Engine, scale: Scale) -> Arm:
+    """Real steps: "steps" is their wall time, "model" what of it was inside the executor."""
+
+    def arm(watch: Stopwatch) -> None:
+        real = engine.executor
+        try:
+            start_decoding(engine, scale.with_model, scale.context, scale.model_steps)
+            engine.executor = TimedExecutor(real, watch)
+            for _ in range(scale.model_steps):
+                watch.time("steps", engine.step)
+        finally:
+            engine.executor = real
+            abort_all(engine, scale.with_model)
+
+    return arm
+
+
+def make_groups(engine: Engine, scale: Scale) -> list[Group]:
+    """Both loops for each number of running requests, and the steps with the model."""
+    groups = []
+    for count in scale.running:
+        planning = silent_arm(engine, count, scale.context, whole_steps=False)
+        arms = {
+            AA.arm: planning,
+            "engine": silent_arm(engine, count, scale.context, whole_steps=True),
+        }
+        if count == scale.with_model:
+            arms[AA.same_arm] = planning
+        labels = {"running": count, "num_steps": NUM_STEPS, "context": scale.context}
+        groups.append(Group(name=f"{count} running", arms=arms, labels=labels))
+    labels = {
+        "running": scale.with_model,
+        "num_steps": scale.model_steps,
+        "context": scale.context,
+        "with_model": True,
+    }
+    name = f"{scale.with_model} running, with the model"
+    return [*groups, Group(name=name, arms={"engine": busy_arm(engine, scale)}, labels=labels)]
+
+
+def pass_gate(engine: Engine, gate: Gate, prompts: Sequence[Sequence[int]]) -> None:
+    """The engine must emit the same tokens with and without the stopwatch in its executor."""
+    written = write(engine, prompts, 4, num_logprobs=gate.num_logprobs)
+    real = engine.executor
+    engine.executor = TimedExecutor(real, Stopwatch(real.synchronize))
+    try:
+        timed = write(engine, prompts, 4, num_logprobs=gate.num_logprobs)
+    finally:
+        engine.executor = real
+    gate.compare("a stopwatch in the executor", written, timed, names=("without it", "with it"))
+
+
+def measure(options: Options, screen: Screen) -> Run:
+    """The whole experiment; its complete run. Raises VoidError for a failed gate or A/A check."""
+    scale = QUICK if options.quick else FULL
+    load_format, remark = weights_at_hand(options)
+    if remark:
+        screen.say(remark)
+    started_s = now_s()
+    engine = open_engine(options, load_format, layout="paged", max_num_seqs=max(scale.running))
+    load_s = now_s() - started_s
+    gate = Gate(is_exact=engine.spec.dtype == "float32")
+    vocab_size = engine.model_config.vocab_size
+    pass_gate(engine, gate, [prompt_token_ids(16, vocab_size, i) for i in range(4)])
+    groups = make_groups(engine, scale)
+    trial = make_trial("overhead", engine, gate, groups, scale.rules, AA, {"load_s": load_s})
+    return conduct(trial, options, screen)

@@ -1,0 +1,136 @@
+"""What an `overhead` run says: microseconds of planning by running requests, the model's share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanoserve.bench.findings import Table, counted, machine_name, noise_sentence
+from nanoserve.bench.findings.kvcache import subject
+from nanoserve.bench.metrics import Distribution, describe
+from nanoserve.bench.record import Run
+from nanoserve.bench.stepcosts import non_negative_least_squares
+
+PLANNING, ENGINE = "planning", "engine"
+GOAL_FIXED_S, GOAL_EACH_S = 150e-6, 4e-6
+"""Planning a step is to cost at most this, and this for each running request."""
+
+GOAL_BUSY = 0.85
+"""The model is to work at least this share of the wall time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Seconds = `fixed_s` + `each_s` x running requests."""
+
+    fixed_s: float
+    each_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadPoint:
+    """Seconds per step with so many running requests and no model."""
+
+    running: int
+    planning: Distribution
+    engine: Distribution
+
+    @property
+    def goal_s(self) -> float:
+        return GOAL_FIXED_S + GOAL_EACH_S * self.running
+
+    @property
+    def meets_goal(self) -> bool:
+        return self.planning.median <= self.goal_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadFindings:
+    """Everything the overhead experiment concludes. `busy` is the model's share, by repetition."""
+
+    run: Run
+    context: int
+    points: tuple[OverheadPoint, ...]
+    planning: Line
+    engine: Line
+    busy_running: int
+    busy: Distribution
+
+
+def overhead_findings(run: Run) -> OverheadFindings:
+    """All conclusions of one complete run of the overhead experiment."""
+    samples = [sample for sample in run.final_samples if not sample.dropped]
+    labels = {sample.group: sample.labels for sample in samples}
+    seconds = counted(samples, "steps")
+    busy_group = next(name for name, values in labels.items() if values.get("with_model"))
+    points = [
+        OverheadPoint(
+            running=values["running"],
+            planning=describe([s / values["num_steps"] for s in seconds[name, PLANNING]]),
+            engine=describe([s / values["num_steps"] for s in seconds[name, ENGINE]]),
+        )
+        for name, values in labels.items()
+        if name != busy_group
+    ]
+    points.sort(key=lambda point: point.running)
+    running = [point.running for point in points]
+    return OverheadFindings(
+        run=run,
+        context=labels[busy_group]["context"],
+        points=tuple(points),
+        planning=fit_line(running, [point.planning.median for point in points]),
+        engine=fit_line(running, [point.engine.median for point in points]),
+        busy_running=labels[busy_group]["running"],
+        busy=describe(
+            [s.seconds["model"] / s.seconds["steps"] for s in samples if s.group == busy_group]
+        ),
+    )
+
+
+def fit_line(running: Sequence[int], seconds: Sequence[float]) -> Line:
+    """Least squares of relative errors, neither coefficient below 0."""
+    measured = np.array(seconds)
+    columns = np.stack([np.ones(len(running)), np.array(running, dtype=np.float64)], axis=1)
+    fixed_s, each_s = non_negative_least_squares(
+        columns / measured[:, None], np.ones(len(running))
+    ).tolist()
+    return Line(fixed_s=fixed_s, each_s=each_s)
+
+
+def overhead_table(findings: OverheadFindings) -> Table:
+    """Microseconds per step by running requests."""
+    heads = ["running", "planning µs", "goal", "", "whole engine µs"]
+    return heads, [
+        [
+            f"{point.running:,}",
+            marked_us(point.planning),
+            f"{point.goal_s * 1e6:,.0f}",
+            "met" if point.meets_goal else "missed",
+            marked_us(point.engine),
+        ]
+        for point in findings.points
+    ]
+
+
+def marked_us(distribution: Distribution) -> str:
+    text = f"{distribution.median * 1e6:,.0f}"
+    return f"{text} {distribution.mark}" if distribution.mark else text
+
+
+def line_text(line: Line) -> str:
+    return f"{line.fixed_s * 1e6:,.0f} µs + {line.each_s * 1e6:.1f} µs a request"
+
+
+def overhead_paragraph(findings: OverheadFindings) -> str:
+    """What the engine's own work costs here, and how much of the time the model has."""
+    reached = "reaches" if findings.busy.median >= GOAL_BUSY else "misses"
+    return (
+        f"On this machine, {machine_name(findings.run)}, planning a step of decodes at context "
+        f"{findings.context:,} (schedule, batch, commit) costs {line_text(findings.planning)}; all "
+        f"that the engine does beside the model, text and log included, "
+        f"{line_text(findings.engine)}. With {findings.busy_running} running requests of "
+        f"{subject(findings.run)} the model works {findings.busy.median:.1%} of the wall time, "
+        f"which {reached} the goal of {GOAL_BUSY:.0%}. {noise_sentence(findings.run)}"
+    )
