@@ -677,6 +677,15 @@ def break_down() -> None:
     raise RuntimeError("the card fell out")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C counts, even where the suite itself was started in the background, deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     "fail, code", [(interrupt, 130), (break_down, 1)], ids=["interrupted", "failed"]
 )
