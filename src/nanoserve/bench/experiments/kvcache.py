@@ -69,9 +69,9 @@ class Scale:
 
 FULL = Scale(
     contexts=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768),
-    batched=tuple((batch, context) for batch in (4, 8) for context in (16, 64, 256, 512)),
+    batched=tuple((batch, context) for batch in (4, 8) for context in (16, 64, 256)),
     max_aa_context=None,
-    rules=Rules(),
+    rules=Rules(max_rounds=10),
     gate=((1, 16), (5, 16), (37, 16), (200, 16), (900, 4)),
 )
 QUICK = Scale(
