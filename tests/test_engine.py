@@ -561,6 +561,30 @@ def test_an_interrupted_step_loses_its_requests_and_leaves_an_engine_that_works(
     engine.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, RuntimeError])
+def test_a_step_that_stops_while_its_result_is_read_leaves_no_plan_behind(
+    fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step must neither find an uncommitted plan nor lose who was only waiting."""
+    engine = tiny_engine(max_num_seqs=1)
+    engine.add("lost", prompt_of(9), greedy(8))
+    engine.add("waiting", prompt_of(22), greedy(8))
+    engine.step()
+
+    def stop(result: object) -> object:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanoserve.engine.engine.read_tokens", stop)
+        with pytest.raises(KeyboardInterrupt if fault is KeyboardInterrupt else StepError):
+            engine.step()
+    assert not engine.is_active("lost")
+    (output,) = outputs_of(drain(engine)).values()
+    assert output.request_id == "waiting"
+    assert len(tokens_of(output)) == 8
+    assert_nothing_left(engine)
+
+
 def test_an_abort_from_inside_a_step_takes_effect_when_it_ends() -> None:
     """A finalizer may run anywhere, a closed stream's in the middle of another's step."""
     engine = tiny_engine()

@@ -12,6 +12,7 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import LogitRow, StepBatch, StepResult, build_batch
@@ -39,6 +40,14 @@ class StepError(RuntimeError):
         super().__init__(f"a step failed; dropped with it: {', '.join(request_ids)}")
         self.request_ids = request_ids
         self.deltas = deltas
+
+
+class Outcome(NamedTuple):
+    """What a step gave: a token or None for each row of the plan, who ended, what callers hear."""
+
+    tokens: list[int | None]
+    finished: dict[Request, FinishReason]
+    deltas: list[RequestDelta]
 
 
 class Engine:
@@ -203,7 +212,7 @@ class Engine:
     def step(self) -> list[RequestDelta]:
         """Plan, execute, commit: every scheduled request advances once.
 
-        Raises StepError if the executor failed: the requests of this step are dropped, the others
+        Raises StepError if the step could not be computed: its requests are dropped, the others
         go on with the next. So does an interrupt (Ctrl-C), which is passed on as it came.
         """
         self._is_stepping = True
@@ -218,23 +227,26 @@ class Engine:
         now = self.clock()
         plan = self.scheduler.schedule(now)
         self.log.planned(plan, now)
-        if self.poison_freed:
-            self.executor.poison(self.scheduler.take_freed())
         deltas = self._expire(plan)
         if plan.scheduled:
-            deltas += self._commit(plan, self._execute(plan, deltas))
+            outcome = self._compute(plan, deltas)
+            self.scheduler.commit(plan, outcome.tokens, outcome.finished)
+            deltas += self._release(outcome.deltas)
         return deltas
 
-    def _execute(self, plan: StepPlan, deltas: list[RequestDelta]) -> StepResult:
+    def _compute(self, plan: StepPlan, deltas: list[RequestDelta]) -> Outcome:
+        """Execute the plan and read what it gave; whatever stops that, the plan does not linger."""
         try:
+            if self.poison_freed:
+                self.executor.poison(self.scheduler.take_freed())
             result = self.executor.execute(self._build_batch(plan))
+            self.log.executed(self.clock())
+            return self._read(plan, result)
         except BaseException as error:
             failed = self._fail(plan)
             if isinstance(error, Exception):
                 raise StepError(failed, deltas) from error
             raise
-        self.log.executed(self.clock())
-        return result
 
     def _fail(self, plan: StepPlan) -> list[str]:
         """Drop the requests of a step that could not be computed; their ids."""
@@ -260,27 +272,24 @@ class Engine:
     def _logit_rows(self, item: ScheduledRequest) -> list[LogitRow]:
         return self._sequence(item.request).logit_rows(item) if item.writes else []
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        """Read the sampled rows into their sequences, then let the scheduler move on."""
+    def _read(self, plan: StepPlan, result: StepResult) -> Outcome:
+        """Take the rows of a step into their sequences."""
         now = self.clock()
-        tokens: list[int | None] = []
-        finished: dict[Request, FinishReason] = {}
-        deltas: list[RequestDelta] = []
+        outcome = Outcome([], {}, [])
         rows = read_tokens(result)
         for item in plan.scheduled:
-            tokens.append(None)
+            outcome.tokens.append(None)
             if not item.writes:
                 continue
             sequence = self._sequence(item.request)
             sequence.read_prompt_rows(item, rows)
             if item.samples:
                 delta = sequence.read(next(rows), now)
-                tokens[-1] = delta.token_ids[0] if delta.token_ids else None
+                outcome.tokens[-1] = delta.token_ids[0] if delta.token_ids else None
                 if delta.finish_reason is not None:
-                    finished[item.request] = delta.finish_reason
-                deltas.append(delta)
-        self.scheduler.commit(plan, tokens, finished)
-        return self._release(deltas)
+                    outcome.finished[item.request] = delta.finish_reason
+                outcome.deltas.append(delta)
+        return outcome
 
     def _expire(self, plan: StepPlan) -> list[RequestDelta]:
         return self._release(
