@@ -910,7 +910,8 @@ def test_an_engine_takes_its_budget_from_the_measured_ceilings() -> None:
     measured = tiny_engine().scheduler.max_num_batched_tokens
     assert measured == expected != before == 256
     assert tiny_engine(max_num_batched_tokens=77).scheduler.max_num_batched_tokens == 77
-    assert tiny_engine(kv_layout="recompute").scheduler.max_num_batched_tokens == 256
+    naive = tiny_engine(kv_layout="recompute", max_num_seqs=5)
+    assert naive.scheduler.max_num_batched_tokens == 5 * naive.spec.max_model_len
     other = tiny_engine(dtype="bfloat16", kv_cache_dtype="bfloat16")
     assert other.scheduler.max_num_batched_tokens == 256  # its matmul rate was not measured
 

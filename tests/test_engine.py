@@ -775,3 +775,14 @@ def test_a_warm_up_is_a_real_step_that_leaves_no_trace() -> None:
         assert tokens_of(run(engine, [prompt_of(22)], greedy(4))[0]) == tokens_of(
             run(tiny_engine(), [prompt_of(22)], greedy(4))[0]
         )
+
+
+def test_naive_requests_share_every_step_however_long_they_grow() -> None:
+    """Their automatic budget holds all their windows: the first ones do not starve the rest."""
+    engine = tiny_engine(kv_layout="recompute", max_num_seqs=3)
+    room = engine.spec.max_model_len
+    for number in range(3):
+        engine.add(str(number), prompt_of(room // 2, number), greedy(room // 2))
+    while engine.has_unfinished:
+        assert len({delta.request_id for delta in engine.step()}) == 3
+    assert_nothing_left(engine)

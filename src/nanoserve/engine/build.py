@@ -206,7 +206,9 @@ def describe_cache(spec: ExecutorSpec) -> str:
 
 
 def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: bool) -> Scheduler:
-    budget = config.scheduler.max_num_batched_tokens or automatic_budget(spec)
+    budget = config.scheduler.max_num_batched_tokens or automatic_budget(
+        spec, config.scheduler.max_num_seqs
+    )
     return Scheduler(
         config.scheduler,
         num_blocks=spec.num_blocks,
@@ -217,14 +219,15 @@ def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: boo
     )
 
 
-def automatic_budget(spec: ExecutorSpec) -> int:
+def automatic_budget(spec: ExecutorSpec, max_num_seqs: int) -> int:
     """The token budget of a step that nobody chose, see `planner.budget`; the log says which.
 
-    `DEFAULT_BATCHED_TOKENS` on a machine whose ceilings were never measured. A cache that keeps
-    nothing never chunks, so its budget holds a whole window.
+    `DEFAULT_BATCHED_TOKENS` on a machine whose ceilings were never measured. Where nothing is
+    kept every step brings whole texts, and a smaller budget would let the first ones starve the
+    rest: it holds a window of every sequence that may run.
     """
     if spec.layout == "recompute":
-        return max(DEFAULT_BATCHED_TOKENS, spec.max_model_len)
+        return max_num_seqs * spec.max_model_len
     ceilings = load_cached_ceilings(spec.device, spec.threads)
     if ceilings is None or spec.dtype not in ceilings.matmul_flops_per_s:
         return DEFAULT_BATCHED_TOKENS
