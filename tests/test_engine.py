@@ -185,6 +185,41 @@ def test_asked_for_prompt_log_probabilities_bypass_the_prefix_cache() -> None:
     assert tokens_of(again) == tokens_of(without)
 
 
+@pytest.mark.parametrize("best_of", [None, 4])
+def test_log_probabilities_of_the_prompt_come_with_the_first_delta(best_of: int | None) -> None:
+    engine = tiny_engine()
+    params = SamplingParams(
+        max_tokens=4, prompt_logprobs=1, n=3, best_of=best_of, seed=5, ignore_eos=True
+    )
+    engine.add("asked", prompt_of(22), params)
+    deltas = drain(engine)
+    output = outputs_of(deltas)["asked"]
+    assert deltas[0].prompt_logprobs == output.prompt_logprobs
+    assert deltas[0].prompt_logprobs is not None
+    assert len(deltas[0].prompt_logprobs) == 22
+    assert [delta.prompt_logprobs for delta in deltas[1:]] == [None] * (len(deltas) - 1)
+
+
+def test_special_tokens_show_in_the_text_if_wanted() -> None:
+    shown = {
+        skip: run(
+            tiny_engine(),
+            [prompt_of(5)],
+            greedy(3, logit_bias={EOS: 100.0}, skip_special_tokens=skip),
+        )[0].outputs[0]
+        for skip in (True, False)
+    }
+    assert shown[True].token_ids == shown[False].token_ids == (EOS,) * 3
+    assert shown[True].text == ""
+    assert shown[False].text == 3 * tiny_engine().tokenizer.decode([EOS])
+
+
+def test_an_automatic_token_budget_is_resolved_once() -> None:
+    """A replay after the machine was measured anew must not plan with another budget."""
+    engine = tiny_engine()
+    assert engine.config.scheduler.max_num_batched_tokens == engine.scheduler.max_num_batched_tokens
+
+
 def test_choices_differ_and_repeat_on_a_second_call() -> None:
     engine = tiny_engine()
     params = SamplingParams(max_tokens=12, n=4, seed=11, ignore_eos=True)

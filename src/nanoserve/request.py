@@ -36,6 +36,7 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` None, 0 or -1 is off. `max_tokens` None means to the end of
     the context. `seed` None draws one. `logprobs` k reports each token's log-probability and its k
     best alternatives, `prompt_logprobs` the same for the prompt. `best_of` None means `n`.
+    `skip_special_tokens` leaves special tokens out of the text; the one that ends it never shows.
     `stop` is a string or up to 64 of them, of up to 10,000 characters each. Containers are copied.
     Raises ValueError, naming the field, for a value of another kind or outside its range (NaN
     always is), and for None where the field's type does not offer it.
@@ -54,6 +55,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
@@ -117,7 +119,7 @@ class SamplingParams:
             check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     def _check_ends(self) -> None:
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for token_id in self.stop_token_ids:
@@ -286,7 +288,10 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDelta:
-    """What one step added to one choice: `Engine.step` returns these, `LLM.stream` yields them."""
+    """What one step added to one choice: `Engine.step` returns these, `LLM.stream` yields them.
+
+    `prompt_logprobs`, where asked for, come with the first delta of choice 0.
+    """
 
     request_id: str
     index: int
@@ -295,4 +300,5 @@ class RequestDelta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     output: RequestOutput | None = None  # the whole request, on the delta that ends its last choice

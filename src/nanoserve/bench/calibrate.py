@@ -9,7 +9,7 @@ counts with the median of its times, and what it computed is known from the simu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanoserve.bench.findings import counted
 from nanoserve.bench.measure import Arm, Group, Rounds, Stopwatch, run_rounds
@@ -81,10 +81,7 @@ def simulated(engine: Engine, lengths: Sequence[Length]) -> Schedule:
 
 def twin_scheduler(engine: Engine) -> Scheduler:
     """A fresh scheduler with the limits of the engine's own, automatic ones as they came out."""
-    budget = engine.scheduler.max_num_batched_tokens
-    limits = replace(engine.config.scheduler, max_num_batched_tokens=budget)
-    config = replace(engine.config, scheduler=limits)
-    return make_scheduler(config, engine.spec, track_freed=False)
+    return make_scheduler(engine.config, engine.spec, track_freed=False)
 
 
 def add_all(engine: Engine, lengths: Sequence[Length]) -> None:

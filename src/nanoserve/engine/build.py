@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanoserve.config import Dtype, EngineConfig, ModelConfig
@@ -25,14 +25,16 @@ from nanoserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BATCHED_TOKENS = 256
-"""Token budget of a step where the machine was never measured."""
+DEFAULT_BATCHED_TOKENS = 128
+"""Token budget of a step where the machine was never measured: small enough that a prompt's chunk
+does not hold up the other streams for long on a slow CPU, large enough for its matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine is made of."""
+    """What an engine is made of. `config` is what was asked for, its token budget resolved."""
 
+    config: EngineConfig
     checkpoint: Checkpoint
     model_config: ModelConfig
     tokenizer: Tokenizer
@@ -57,7 +59,9 @@ def build_parts(
     executor = make_executor(
         config.executor, spec, weight_tensors(config, checkpoint, model), donor
     )
+    config = resolve_budget(config, spec)
     return EngineParts(
+        config=config,
         checkpoint=checkpoint,
         model_config=model,
         tokenizer=tokenizer,
@@ -205,10 +209,18 @@ def describe_cache(spec: ExecutorSpec) -> str:
     )
 
 
-def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: bool) -> Scheduler:
+def resolve_budget(config: EngineConfig, spec: ExecutorSpec) -> EngineConfig:
+    """`config` with the token budget as a number, so that a replay never chooses another one."""
     budget = config.scheduler.max_num_batched_tokens or automatic_budget(
         spec, config.scheduler.max_num_seqs
     )
+    return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
+
+
+def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: bool) -> Scheduler:
+    """A fresh scheduler; `config` has its token budget resolved."""
+    budget = config.scheduler.max_num_batched_tokens
+    assert budget is not None, "resolve_budget comes before"
     return Scheduler(
         config.scheduler,
         num_blocks=spec.num_blocks,

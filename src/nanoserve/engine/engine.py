@@ -69,10 +69,10 @@ class Engine:
     ) -> None:
         if donor is not None:
             check_donor(config, donor.config)
-        self.config: EngineConfig = config
         self.parts: EngineParts = build_parts(
             config, donor.parts if donor else None, track_freed=poison_freed
         )
+        self.config: EngineConfig = self.parts.config
         self.model_config = self.parts.model_config
         self.tokenizer = self.parts.tokenizer
         self.executor = self.parts.executor

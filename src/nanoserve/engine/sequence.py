@@ -69,7 +69,7 @@ class ActiveSequence:
             tokenizer,
             stop=params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=True,
+            skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
             continues=True,
         )
@@ -77,6 +77,7 @@ class ActiveSequence:
         self.logprobs: list[TokenLogprob] = []
         self.stop_reason: str | int | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.has_shown_prompt = False  # a delta carried `scored_prompt`
         self.is_broken = False  # a row of its prompt's logits was not finite
         self.wants_logprobs = params.logprobs is not None or params.num_choices > params.n
         self.row_sampling = RowSampling(
@@ -109,6 +110,11 @@ class ActiveSequence:
     @property
     def scores_prompt(self) -> bool:
         return self.request.params.prompt_logprobs is not None and self.request.choice == 0
+
+    @property
+    def scored_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Log-probabilities of the prompt, of whose first token none is known; None: not asked."""
+        return (None, *self.prompt_logprobs) if self.scores_prompt else None
 
     def _scored_positions(self, item: ScheduledRequest) -> range:
         """Positions of `item` whose rows score a prompt token, the next one, that none has yet."""
@@ -168,6 +174,7 @@ class ActiveSequence:
 
     def _delta(self, text: str, token: Token | None, reason: FinishReason | None) -> RequestDelta:
         wanted = self.request.params.logprobs is not None
+        shown, self.has_shown_prompt = self.has_shown_prompt, True
         return RequestDelta(
             request_id=self.request.request_id,
             index=self.request.choice,
@@ -176,6 +183,7 @@ class ActiveSequence:
             logprobs=(token.scored,) if wanted and token is not None else None,
             finish_reason=reason,
             stop_reason=self.stop_reason if reason is not None else None,
+            prompt_logprobs=None if shown else self.scored_prompt,
         )
 
     @property
@@ -251,7 +259,7 @@ class RequestGroup:
         return sorted(self.sequences, key=rank)[: self.params.n]
 
     def _best(self) -> list[RequestDelta]:
-        outputs = self.output().outputs
+        output = self.output()
         return [
             RequestDelta(
                 request_id=self.sequences[0].request.request_id,
@@ -261,13 +269,13 @@ class RequestGroup:
                 logprobs=choice.logprobs,
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
+                prompt_logprobs=output.prompt_logprobs if choice.index == 0 else None,
             )
-            for choice in outputs
+            for choice in output.outputs
         ]
 
     def output(self) -> RequestOutput:
         first = self.sequences[0]
-        scored = (None, *first.prompt_logprobs) if first.scores_prompt else None
         return RequestOutput(
             request_id=first.request.request_id,
             prompt=self.prompt,
@@ -277,7 +285,7 @@ class RequestGroup:
                 for index, sequence in enumerate(self._chosen())
             ),
             seed=first.request.seed,
-            prompt_logprobs=scored,
+            prompt_logprobs=first.scored_prompt,
             metrics=self._metrics(),
         )
 
