@@ -71,6 +71,7 @@ from nanoserve.bench.traces import (
 )
 from nanoserve.config import Batching, ModelConfig, SchedulerConfig
 from nanoserve.engine.batch import StepBatch, StepResult
+from nanoserve.engine.build import DEFAULT_BATCHED_TOKENS
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.executor import Executor
 from nanoserve.model.hub import BUILT_IN_SHAPES
@@ -83,7 +84,7 @@ from nanoserve.planner.budget import (
     auto_budget,
     predicted_step_time,
 )
-from nanoserve.planner.ceilings import save_ceilings
+from nanoserve.planner.measured import save_ceilings
 from nanoserve.planner.steptime import Ceilings
 from nanoserve.scheduling.scheduler import Scheduler
 
@@ -624,7 +625,7 @@ def test_records_hold_the_workloads_and_their_hashes(batching_run: Run) -> None:
         assert {s.labels["workload_sha256"] for s in own} == {case["workload_sha256"]}
         assert all("latency p95" not in s.seconds for s in own)  # 14 requests have no p95
     assert header["step_costs"]["num_steps"] > 20
-    assert header["setup"]["max_num_batched_tokens"] == 256
+    assert header["setup"]["max_num_batched_tokens"] == DEFAULT_BATCHED_TOKENS
 
 
 def test_percentiles_need_enough_requests() -> None:
@@ -814,10 +815,10 @@ def interference_run(house: Callable[..., None], tmp_path: Path) -> Run:
 
 def test_gaps_are_predicted_by_the_simulated_steps(interference_run: Run) -> None:
     findings = interference_findings(interference_run)
-    assert [point.budget for point in findings.points] == [16, 32, 64, 256]
-    assert findings.automatic.budget == 256  # of a machine that was never measured
+    assert [point.budget for point in findings.points] == [16, 32, 64]
+    assert findings.automatic.budget == findings.fitted_budget == 64
     assert [point.num_chunks for point in findings.points] == [
-        -(-150 // (b - 8)) for b in (16, 32, 64, 256)
+        -(-150 // (b - 8)) for b in (16, 32, 64)
     ]
     for point in findings.points:
         assert point.ratio.median == pytest.approx(point.predicted_ratio, rel=0.03)
@@ -831,13 +832,20 @@ def test_gaps_are_predicted_by_the_simulated_steps(interference_run: Run) -> Non
 
 def test_a_shared_prefix_is_computed_once(interference_run: Run) -> None:
     findings = interference_findings(interference_run)
-    cold = StepWork(
-        num_rows=80, num_seqs=1, num_logit_rows=1, context_tokens=80, attended_pairs=80 * 81 // 2
+    first = StepWork(
+        num_rows=64, num_seqs=1, num_logit_rows=0, context_tokens=64, attended_pairs=64 * 65 // 2
     )
-    warm = replace(cold, num_rows=16, attended_pairs=16 * 64 + 16 * 17 // 2)
-    assert findings.cold.median == pytest.approx(TRUE(cold), rel=1e-6)
-    assert findings.warm.median == pytest.approx(TRUE(warm), rel=1e-6)
-    assert findings.warm_share.median == pytest.approx(TRUE(warm) / TRUE(cold), rel=1e-6)
+    rest = StepWork(
+        num_rows=16,
+        num_seqs=1,
+        num_logit_rows=1,
+        context_tokens=80,
+        attended_pairs=16 * 64 + 16 * 17 // 2,
+    )
+    cold_s, warm_s = TRUE(first) + TRUE(rest), TRUE(rest)  # the budget is 64 rows a step
+    assert findings.cold.median == pytest.approx(cold_s, rel=1e-6)
+    assert findings.warm.median == pytest.approx(warm_s, rel=1e-6)
+    assert findings.warm_share.median == pytest.approx(warm_s / cold_s, rel=1e-6)
 
 
 def test_a_stream_that_is_left_out_of_a_step_is_an_error() -> None:
@@ -866,6 +874,24 @@ def test_the_automatic_budget_is_the_largest_that_keeps_the_ratio(
         assert step_time(NUM_STREAMS, budget - NUM_STREAMS) <= limit_s
     if budget < LARGEST_BUDGET:
         assert step_time(NUM_STREAMS, budget + GRAIN - NUM_STREAMS) > limit_s
+
+
+def test_a_measured_budget_is_the_automatic_one_of_engines_like_it() -> None:
+    engine = tiny_engine()
+    interference.keep_budget(engine, 48)
+    assert tiny_engine().scheduler.max_num_batched_tokens == 48
+    assert tiny_engine(kv_layout="slots").scheduler.max_num_batched_tokens != 48
+    assert tiny_engine(max_num_batched_tokens=16).scheduler.max_num_batched_tokens == 16
+
+
+@pytest.mark.parametrize("kept", [0, "64", [64]])
+def test_a_kept_budget_that_is_none_is_ignored_and_said(
+    kept: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine()
+    interference.keep_budget(engine, kept)  # type: ignore[arg-type]
+    assert tiny_engine().scheduler.max_num_batched_tokens == DEFAULT_BATCHED_TOKENS
+    assert "unreadable and ignored" in caplog.text
 
 
 @pytest.mark.parametrize("limits", [{"smallest": 8}, {"smallest": 64, "largest": 32}])
@@ -908,12 +934,13 @@ def test_an_engine_takes_its_budget_from_the_measured_ceilings() -> None:
     config = tiny_model().config
     expected = auto_budget(predicted_step_time(slow, config, dtype="float32"))
     measured = tiny_engine().scheduler.max_num_batched_tokens
-    assert measured == expected != before == 256
+    assert measured == expected != before == DEFAULT_BATCHED_TOKENS
     assert tiny_engine(max_num_batched_tokens=77).scheduler.max_num_batched_tokens == 77
     naive = tiny_engine(kv_layout="recompute", max_num_seqs=5)
     assert naive.scheduler.max_num_batched_tokens == 5 * naive.spec.max_model_len
     other = tiny_engine(dtype="bfloat16", kv_cache_dtype="bfloat16")
-    assert other.scheduler.max_num_batched_tokens == 256  # its matmul rate was not measured
+    # its matmul rate was not measured
+    assert other.scheduler.max_num_batched_tokens == DEFAULT_BATCHED_TOKENS
 
 
 # --- screen, plots and report ---------------------------------------------------------------------

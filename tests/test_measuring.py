@@ -29,6 +29,7 @@ from nanoserve.bench.measure import Group, Rounds, Rules, Sample, Stopwatch
 from nanoserve.bench.metrics import Interval, RequestTimes
 from nanoserve.bench.record import Journal, read_runs
 from nanoserve.planner import hardware
+from nanoserve.planner.measured import kept_key
 from nanoserve.planner.steptime import Ceilings
 
 DEV_FULL = Path("/dev/full")
@@ -502,10 +503,10 @@ def test_ceilings_of_another_machine_are_not_taken(monkeypatch: pytest.MonkeyPat
     assert machine.load_cached_ceilings() is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 3}', '{"key": {"dispatch_s": 1}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"KEY": 3}', '{"KEY": {"dispatch_s": 1}}'])
 def test_a_broken_cache_is_ignored_and_said(content: str, caplog: pytest.LogCaptureFixture) -> None:
     machine.ceilings_path().parent.mkdir(parents=True)
-    machine.ceilings_path().write_text(content)
+    machine.ceilings_path().write_text(content.replace("KEY", kept_key("cpu", None)))
     assert machine.load_cached_ceilings() is None
     assert "unreadable and ignored" in caplog.text
     machine.save_ceilings(CEILINGS)

@@ -2,7 +2,7 @@
 
 A fingerprint holds what a timing depends on (processor, caches, cores, threads, library versions,
 commit) and neither a host name, a user name nor a path. What of it the planner needs too, and the
-ceilings that are kept by it, live in `planner.hardware` and `planner.ceilings`; they are named here
+ceilings that are kept by it, live in `planner.hardware` and `planner.measured`; they are named here
 as well, so that the benchmarks have one place to ask. Neither torch nor an engine is imported.
 """
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import nanoserve
-from nanoserve.planner.ceilings import ceilings_path, load_cached_ceilings, save_ceilings
 from nanoserve.planner.hardware import (
     LIBRARIES,
     cache_sizes,
@@ -27,6 +26,7 @@ from nanoserve.planner.hardware import (
     num_usable_cores,
     thread_variables,
 )
+from nanoserve.planner.measured import ceilings_path, load_cached_ceilings, save_ceilings
 
 __all__ = [
     "cache_sizes",

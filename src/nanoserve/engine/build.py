@@ -18,7 +18,7 @@ from nanoserve.model.generation import eos_token_ids, load_tokenizer
 from nanoserve.model.hub import Checkpoint, find
 from nanoserve.model.weights import WeightTensor, dummy_weights, load_model_config, load_weights
 from nanoserve.planner.budget import auto_budget, predicted_step_time
-from nanoserve.planner.ceilings import load_cached_ceilings
+from nanoserve.planner.measured import budget_key, load_budget, load_cached_ceilings
 from nanoserve.planner.model import kv_bytes_per_token
 from nanoserve.scheduling.scheduler import Scheduler
 from nanoserve.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def build_parts(
     executor = make_executor(
         config.executor, spec, weight_tensors(config, checkpoint, model), donor
     )
-    config = resolve_budget(config, spec)
+    config = resolve_budget(config, spec, executor.describe()["executor"])
     return EngineParts(
         config=config,
         checkpoint=checkpoint,
@@ -209,10 +209,10 @@ def describe_cache(spec: ExecutorSpec) -> str:
     )
 
 
-def resolve_budget(config: EngineConfig, spec: ExecutorSpec) -> EngineConfig:
+def resolve_budget(config: EngineConfig, spec: ExecutorSpec, executor: str) -> EngineConfig:
     """`config` with the token budget as a number, so that a replay never chooses another one."""
     budget = config.scheduler.max_num_batched_tokens or automatic_budget(
-        spec, config.scheduler.max_num_seqs
+        spec, config.scheduler.max_num_seqs, executor
     )
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
 
@@ -231,15 +231,19 @@ def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: boo
     )
 
 
-def automatic_budget(spec: ExecutorSpec, max_num_seqs: int) -> int:
+def automatic_budget(spec: ExecutorSpec, max_num_seqs: int, executor: str) -> int:
     """The token budget of a step that nobody chose, see `planner.budget`; the log says which.
 
-    `DEFAULT_BATCHED_TOKENS` on a machine whose ceilings were never measured. Where nothing is
-    kept every step brings whole texts, and a smaller budget would let the first ones starve the
-    rest: it holds a window of every sequence that may run.
+    What `nanoserve bench interference` found for just this model and executor here; else what the
+    machine's ceilings predict; else `DEFAULT_BATCHED_TOKENS`. Where nothing is kept every step
+    brings whole texts, and a smaller budget would let the first ones starve the rest: it holds a
+    window of every sequence that may run.
     """
     if spec.layout == "recompute":
         return max_num_seqs * spec.max_model_len
+    if (budget := load_budget(spec_budget_key(spec, executor))) is not None:
+        logger.info("token budget of a step: %d, as measured on this machine", budget)
+        return budget
     ceilings = load_cached_ceilings(spec.device, spec.threads)
     if ceilings is None or spec.dtype not in ceilings.matmul_flops_per_s:
         return DEFAULT_BATCHED_TOKENS
@@ -249,3 +253,16 @@ def automatic_budget(spec: ExecutorSpec, max_num_seqs: int) -> int:
     budget = auto_budget(step_time)
     logger.info("token budget of a step: %d, by this machine's measured ceilings", budget)
     return budget
+
+
+def spec_budget_key(spec: ExecutorSpec, executor: str) -> str:
+    """Under what a measured token budget is kept."""
+    return budget_key(
+        spec.model,
+        executor=executor,
+        dtype=spec.dtype,
+        kv_dtype=spec.cache_dtype,
+        layout=spec.layout,
+        device=spec.device,
+        threads=spec.threads,
+    )

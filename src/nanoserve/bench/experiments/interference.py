@@ -25,14 +25,19 @@ from nanoserve.bench.simulate import simulate
 from nanoserve.bench.stepcosts import StepCosts, StepWork
 from nanoserve.bench.traces import Length
 from nanoserve.bench.workload import prompt_token_ids
+from nanoserve.engine.build import spec_budget_key
 from nanoserve.engine.engine import Engine
-from nanoserve.planner.budget import NUM_STREAMS, auto_budget
+from nanoserve.planner.budget import MAX_GAP_RATIO, NUM_STREAMS, auto_budget
+from nanoserve.planner.measured import save_budget
 
 QUESTION = "what does a long prompt cost the others, and what does a shared one save?"
 
 LATE = "late"
 STREAM_PROMPT = 16
 BASELINE_STEPS = 12
+FIT_MARGIN = 1.1
+"""How much longer than the typical step of a kind the longest one may be."""
+
 SUFFIX = 16
 """Tokens that follow the shared prefix, different in every request."""
 
@@ -165,7 +170,10 @@ def predict_gap(engine: Engine, lengths: Lengths, costs: StepCosts) -> Record:
 
 
 def budget_by_costs(costs: StepCosts, lengths: Lengths) -> int:
-    """The largest budget that keeps the ratio, by the fitted costs; no larger than was timed."""
+    """The largest budget that keeps the ratio, by the fitted costs; no larger than was timed.
+
+    The promise is about the longest of many gaps, the fit about the typical one: hence a margin.
+    """
     context = lengths.stream.prompt + BASELINE_STEPS
 
     def step_time(num_decode: int, num_prompt: int) -> float:
@@ -182,7 +190,11 @@ def budget_by_costs(costs: StepCosts, lengths: Lengths) -> int:
             )
         )
 
-    return auto_budget(step_time, largest=max(costs.knots[-1], 2 * STREAM_PROMPT))
+    return auto_budget(
+        step_time,
+        max_ratio=MAX_GAP_RATIO / FIT_MARGIN,
+        largest=max(costs.knots[-1], 2 * STREAM_PROMPT),
+    )
 
 
 # --- a shared prefix ------------------------------------------------------------------------------
@@ -250,36 +262,47 @@ def share(sharing: Engine, prompts: Sequence[Sequence[int]], gate: Gate) -> list
 # --- the experiment -------------------------------------------------------------------------------
 
 
-def open_engines(
-    options: Options, scale: Scale, screen: Screen
-) -> tuple[dict[int, Engine], Engine]:
-    """An engine for each budget, and one that shares prefixes, on one set of weights.
+class Engines:
+    """One engine for each budget, on one set of weights; the first is what the others share."""
 
-    The last has the automatic budget, which is then measured among the others.
-    """
-    load_format, remark = weights_at_hand(options)
-    if remark:
-        screen.say(remark)
-    engines: dict[int, Engine] = {}
+    def __init__(self, options: Options, scale: Scale, screen: Screen) -> None:
+        self._options = options
+        self._load_format, remark = weights_at_hand(options)
+        if remark:
+            screen.say(remark)
+        self.by_budget: dict[int, Engine] = {}
+        for budget in scale.budgets:
+            self.add(budget)
 
-    def engine(budget: int | None, *, sharing: bool) -> Engine:
+    @property
+    def widest(self) -> Engine:
+        return self.by_budget[max(self.by_budget)]
+
+    def add(self, budget: int) -> None:
+        if budget not in self.by_budget:
+            self.by_budget[budget] = self._open(budget, sharing=False)
+
+    def open_sharing(self) -> Engine:
+        """One that shares prefixes and has the automatic budget, which is then measured, too."""
+        sharing = self._open(None, sharing=True)
+        self.add(sharing.scheduler.max_num_batched_tokens)
+        return sharing
+
+    def _open(self, budget: int | None, *, sharing: bool) -> Engine:
         return open_engine(
-            options,
-            load_format,
+            self._options,
+            self._load_format,
             layout="paged",
             max_num_seqs=2 * NUM_STREAMS,
             max_num_batched_tokens=budget,
             enable_prefix_caching=sharing,
-            donor=next(iter(engines.values()), None),
+            donor=next(iter(self.by_budget.values()), None),
         )
 
-    for budget in scale.budgets:
-        engines[budget] = engine(budget, sharing=False)
-    sharing = engine(None, sharing=True)
-    automatic = sharing.scheduler.max_num_batched_tokens
-    if automatic not in engines:
-        engines[automatic] = engine(automatic, sharing=False)
-    return engines, sharing
+
+def keep_budget(engine: Engine, budget: int) -> None:
+    """Make `budget` the automatic one of engines like this on this machine, from now on."""
+    save_budget(spec_budget_key(engine.spec, engine.executor.describe()["executor"]), budget)
 
 
 def make_groups(
@@ -316,19 +339,22 @@ def measure(options: Options, screen: Screen) -> Run:
     """The whole experiment; its complete run. Raises VoidError for a failed gate or A/A check."""
     scale = QUICK if options.quick else FULL
     started_s = now_s()
-    engines, sharing = open_engines(options, scale, screen)
+    opened = Engines(options, scale, screen)
     load_s = now_s() - started_s
-    widest = engines[max(engines)]
-    window = widest.spec.max_model_len
-    lengths = fit_lengths(scale, window, min(engines))
+    widest, engines = opened.widest, opened.by_budget
+    lengths = fit_lengths(scale, widest.spec.max_model_len, min(engines))
     probes = make_probes(
         max_seqs=2 * NUM_STREAMS,
         static_seqs=None,
         budget=max(engines),
-        window=window,
+        window=widest.spec.max_model_len,
         longest=lengths.late.prompt,
     )
     costs = calibrate({"continuous": widest}, probes, repetitions=scale.repetitions, screen=screen)
+    fitted_budget = budget_by_costs(costs, lengths)
+    if not options.quick:
+        keep_budget(widest, fitted_budget)
+    sharing = opened.open_sharing()
     gate = Gate(is_exact=widest.spec.dtype == "float32")
     pass_gate(engines, sharing, lengths, gate)
     first = arm_name(scale.budgets[0])
@@ -340,7 +366,7 @@ def measure(options: Options, screen: Screen) -> Run:
             arm_name(budget): predict_gap(engine, lengths, costs)
             for budget, engine in engines.items()
         },
-        "fitted_budget": budget_by_costs(costs, lengths),
+        "fitted_budget": fitted_budget,
     }
     groups = make_groups(engines, sharing, lengths, aa)
     trial = make_trial("interference", widest, gate, groups, scale.rules, aa, header)

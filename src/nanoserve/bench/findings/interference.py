@@ -130,6 +130,17 @@ def gap_table(findings: InterferenceFindings) -> Table:
     ]
 
 
+def automatic_text(findings: InterferenceFindings) -> str:
+    """The budget an engine takes by itself, and where it comes from."""
+    ratio = times(findings.automatic.ratio.median)
+    if findings.auto_budget == findings.fitted_budget:
+        return f"The automatic one, by step costs fitted here, is {findings.auto_budget}: {ratio}."
+    return (
+        f"The automatic budget is {findings.auto_budget}: {ratio}; step costs fitted here would "
+        f"allow {findings.fitted_budget}."
+    )
+
+
 def interference_paragraph(findings: InterferenceFindings) -> str:
     """What a long prompt costs the others here, and what a shared prefix saves."""
     kept = findings.largest_that_keeps
@@ -138,10 +149,9 @@ def interference_paragraph(findings: InterferenceFindings) -> str:
     return (
         f"On this machine, {machine_name(findings.run)}, with {subject(findings.run)}: while a "
         f"prompt of {findings.long_prompt:,} tokens is computed beside {findings.streams} streams, "
-        f"{keeps} the longest gap within {MAX_GAP_RATIO:g} decode steps. The automatic budget is "
-        f"{findings.auto_budget} ({times(findings.automatic.ratio.median)}); by the step costs "
-        f"fitted here it would be {findings.fitted_budget}. A prompt whose first "
-        f"{findings.prefix:,} tokens are cached begins after {milliseconds(findings.warm.median)} "
-        f"ms instead of {milliseconds(findings.cold.median)} ms, {findings.warm_share.median:.2f} "
-        f"of the time, which {reached} the goal of {GOAL_WARM:g}. {noise_sentence(findings.run)}"
+        f"{keeps} the longest gap within {MAX_GAP_RATIO:g} decode steps. "
+        f"{automatic_text(findings)} A prompt whose first {findings.prefix:,} tokens are cached "
+        f"begins after {milliseconds(findings.warm.median)} ms instead of "
+        f"{milliseconds(findings.cold.median)} ms, {findings.warm_share.median:.2f} of the time, "
+        f"which {reached} the goal of {GOAL_WARM:g}. {noise_sentence(findings.run)}"
     )
