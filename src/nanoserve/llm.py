@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
+from nanoserve.chat import ChatFormat, load_chat_template, read_messages
 from nanoserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoserve.engine.engine import Engine, StepError
 from nanoserve.request import (
@@ -22,6 +23,8 @@ from nanoserve.request import (
 )
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages as OpenAI's API has them: `role`, and `content` as a string or text parts."""
 
 # Options that the dataclasses of `config` keep under a shorter name of their own.
 CACHE_OPTIONS = {
@@ -78,6 +81,7 @@ class LLM:
         self._ids = (f"llm-{number}" for number in itertools.count())
         # Any consumer's step may bring another's deltas: here they wait for whom they concern.
         self._inboxes: dict[str, deque[RequestDelta | StepError]] = {}
+        self._chat_formats: dict[str | None, ChatFormat] = {}
 
     def generate(
         self,
@@ -89,14 +93,36 @@ class LLM:
         Raises ValueError, before anything runs, if any prompt or parameter is refused, and
         StepError if a step of theirs failed; whatever is raised, none of them goes on.
         """
-        request_ids: list[str] = []
-        with ExitStack() as drops:
-            for prompt in as_prompts(prompts):
-                # The last delta holds all: memory must not grow with the texts of a long list.
-                request_id = self._add(prompt, params, deque(maxlen=1))
-                drops.callback(self._drop, request_id)
-                request_ids.append(request_id)
-            return [self._output(request_id) for request_id in request_ids]
+        return self._run([self._encode(prompt) for prompt in as_prompts(prompts)], params)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> list[RequestOutput]:
+        """The answer to a conversation, or to each of several: what the chat endpoint gives.
+
+        As there, no `params` means no limit but the context. `chat_template` is Jinja source or the
+        name of its file; None takes the checkpoint's own, and without one the contents are joined
+        by newlines. Each output's `prompt` is the rendered text. Raises ValueError for a message or
+        a template that is refused, and as `generate` does.
+        """
+        conversations = [messages] if is_conversation(messages) else messages
+        form = self._chat_format(chat_template)
+        prompts = [form.encode(read_messages(conversation)) for conversation in conversations]
+        return self._run(
+            [(prompt.text, prompt.token_ids) for prompt in prompts],
+            SamplingParams(max_tokens=None) if params is None else params,
+        )
+
+    def _chat_format(self, chat_template: str | None) -> ChatFormat:
+        """Compiled once; the default says only once that it is one."""
+        if chat_template not in self._chat_formats:
+            source = None if chat_template is None else load_chat_template(chat_template)
+            self._chat_formats[chat_template] = ChatFormat(self.tokenizer, source)
+        return self._chat_formats[chat_template]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -106,7 +132,7 @@ class LLM:
         Nothing is queued, or refused, before the first delta is asked for. Streams may be read in
         turn: whoever needs a delta steps the engine, and the others' are kept for them.
         """
-        request_id = self._add(prompt, params, deque())
+        request_id = self._add(*self._encode(prompt), params, deque())
         try:
             yield from self._deltas(request_id)
         finally:
@@ -119,18 +145,35 @@ class LLM:
         assert output.prompt_logprobs is not None
         return list(output.prompt_logprobs)
 
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """A prompt's text, None if there is none, and its token ids."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode_prompt(prompt)
+        return None, list(prompt)
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, Sequence[int]]],
+        params: SamplingParams | None,
+    ) -> list[RequestOutput]:
+        request_ids: list[str] = []
+        with ExitStack() as drops:
+            for text, token_ids in prompts:
+                # The last delta holds all: memory must not grow with the texts of a long list.
+                request_id = self._add(text, token_ids, params, deque(maxlen=1))
+                drops.callback(self._drop, request_id)
+                request_ids.append(request_id)
+            return [self._output(request_id) for request_id in request_ids]
+
     def _add(
         self,
-        prompt: Prompt,
+        text: str | None,
+        token_ids: Sequence[int],
         params: SamplingParams | None,
         inbox: deque[RequestDelta | StepError],
     ) -> str:
         request_id = next(self._ids)
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode_prompt(prompt)
-            self.engine.add(request_id, token_ids, params, prompt=prompt)
-        else:
-            self.engine.add(request_id, list(prompt), params)
+        self.engine.add(request_id, token_ids, params, prompt=text)
         self._inboxes[request_id] = inbox
         return request_id
 
@@ -169,6 +212,11 @@ class LLM:
     def _drop(self, request_id: str) -> None:
         self.engine.abort(request_id)
         del self._inboxes[request_id]
+
+
+def is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGuard[Conversation]:
+    """One list of messages, rather than a list of such lists; an empty one is one, and refused."""
+    return not messages or not isinstance(messages[0], Sequence)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
