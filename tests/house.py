@@ -22,7 +22,7 @@ STOREYS: tuple[frozenset[str], ...] = tuple(
         "kernels scheduling planner tokenizer",
         "kv",
         "model",
-        "engine",
+        "engine chat",
         "llm generate",
         "verify",
         "__init__",  # the package's face: it only re-exports
@@ -53,6 +53,8 @@ TERMINAL_ROOMS = {
 }
 LIGHT_LIBRARIES = frozenset({"numpy", "tokenizers", "typer", "rich", "torch"})
 """May stand at the top of a module (torch in its places); all else is imported where it is used."""
+ROOM_LIBRARIES = {"server": frozenset({"fastapi", "prometheus_client"})}
+"""A room that is an extra as a whole may have that extra's libraries at the top, too."""
 
 
 CLOCKS = frozenset({"time", "timeit"})
@@ -223,7 +225,8 @@ def check_library_import(path: str, found: Import) -> Iterator[str]:
         yield f"torch is imported only in {', '.join(TORCH_PLACES)}"
     if library in TERMINAL_ROOMS and room not in TERMINAL_ROOMS[library]:
         yield f"{library} talks to the terminal: {', '.join(sorted(TERMINAL_ROOMS[library]))} only"
-    if library not in LIGHT_LIBRARIES and not (found.within or found.typing_only):
+    at_the_top = LIGHT_LIBRARIES | ROOM_LIBRARIES.get(room, frozenset())
+    if library not in at_the_top and not (found.within or found.typing_only):
         yield f"{library} is not imported at the top of a module, but where it is used"
 
 

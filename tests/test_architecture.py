@@ -41,6 +41,12 @@ def import_names(requirements: Iterable[str]) -> set[str]:
 
 CORE = import_names(PROJECT["dependencies"])
 EXTRAS = import_names(itertools.chain(*PROJECT["optional-dependencies"].values()))
+CLIENTS = import_names(
+    line
+    for path in ROOT.glob("requirements-clients.txt")  # of the tests marked `clients`
+    for line in path.read_text(encoding="utf-8").splitlines()
+    if line and line[0] not in "#-"
+)
 
 
 def libraries(files: dict[str, str]) -> set[str]:
@@ -68,7 +74,7 @@ def test_every_library_is_declared() -> None:
 
 def test_every_library_of_tests_and_scripts_is_declared() -> None:
     beside = TEST_FILES | SCRIPTS
-    undeclared = libraries(beside) - CORE - EXTRAS - {Path(path).stem for path in beside}
+    undeclared = libraries(beside) - CORE - EXTRAS - CLIENTS - {Path(path).stem for path in beside}
     assert not undeclared, f"imported, but no extra brings it: {undeclared}"
 
 
@@ -140,6 +146,8 @@ BROKEN = {
     "numpy on the ground": ("config.py", "import numpy as np", "standard library only"),
     "numpy in the scheduler": ("scheduling/blocks.py", "import numpy", "standard library only"),
     "matplotlib at the top": ("bench/plots.py", "import matplotlib", "where it is used"),
+    "another room's extra": ("model/hub.py", "import fastapi", "where it is used"),
+    "a server's uvicorn at the top": ("server/app.py", "import uvicorn", "where it is used"),
     "the hub at the top": ("model/hub.py", "from huggingface_hub import x", "where it is used"),
     "a terminal below": ("engine/engine.py", "from rich import print", "talks to the terminal"),
     "a second clock": ("bench/record.py", "from time import perf_counter", "reads a clock"),
@@ -191,6 +199,7 @@ SOUND = {
         "bench/plots.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib import axes",
     ),
+    "an extra's own room": ("server/app.py", "from fastapi import FastAPI"),
     "the clock": ("bench/measure.py", "from time import perf_counter_ns"),
     "the standard library": ("config.py", "from __future__ import annotations\nimport math"),
     "an empty package": ("kv/__init__.py", None),
@@ -245,13 +254,13 @@ ABSENT = sorted(
     | {"huggingface_hub"}  # in the core, but slow to import: only finding a hub model needs it
 )
 
-PRELUDE = f"""
+PRELUDE = """
 import runpy, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {ABSENT!r}:
-            raise ModuleNotFoundError(f"{{name}} is not here, for this test", name=name)
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"{name} is not here, for this test", name=name)
 
 sys.meta_path.insert(0, Absent())
 """
@@ -259,8 +268,13 @@ sys.meta_path.insert(0, Absent())
 
 def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh Python in which torch and every extra cannot be imported."""
+    return run_without(ABSENT, code)
+
+
+def run_without(libraries: list[str], code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh Python in which these libraries cannot be imported."""
     return subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
+        [sys.executable, "-c", f"ABSENT = {libraries!r}{PRELUDE}{code}"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -289,13 +303,25 @@ def test_import_needs_no_extra() -> None:
     assert (child.returncode, child.stdout) == (0, "16\n"), child.stderr
 
 
+NEEDS_AN_EXTRA = ("server/", "cli/serve.py")
+
+
+def importing(paths: Iterable[str]) -> str:
+    """Code that imports these modules of ours."""
+    modules = (p.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for p in paths)
+    return "".join(f"import nanoserve.{module}\n" for module in modules)
+
+
 def test_outside_torchs_places_every_module_loads_without_it() -> None:
-    modules = [
-        "nanoserve." + path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for path in MODULES
-        if not path.startswith(house.TORCH_PLACES) and path not in {"__init__.py", "__main__.py"}
-    ]
-    child = run_without_extras("".join(f"import {module}\n" for module in modules))
+    others = (*house.TORCH_PLACES, *NEEDS_AN_EXTRA, "__init__.py", "__main__.py")
+    child = run_without_extras(importing(p for p in MODULES if not p.startswith(others)))
+    assert child.returncode == 0, child.stderr
+
+
+def test_the_server_loads_without_torch_and_without_a_model() -> None:
+    server = [path for path in MODULES if path.startswith(NEEDS_AN_EXTRA)]
+    assert len(server) > 10
+    child = run_without(["torch"], importing(server))
     assert child.returncode == 0, child.stderr
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -22,6 +22,7 @@ DtypeOption = Literal["auto", "float32", "float16", "bfloat16"]
 ExecutorName = Literal["auto", "eager"]
 Batching = Literal["continuous", "static"]
 ContextOverflow = Literal["error", "slide"]
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one stored value, for every dtype that weights or a cache may have."""
@@ -352,3 +353,65 @@ class EngineConfig:
         _check_choice("--dtype", self.dtype, DtypeOption)
         _check_choice("--executor", self.executor, ExecutorName)
         _check_limit("--threads", self.threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How an engine is reached over HTTP, and by whom. Times are in seconds.
+
+    `served_model_name` None means the model's own; `api_key` None lets everyone in; `max_queue` are
+    HTTP requests beyond `max_num_seqs`; `request_timeout` None sets no deadline; no page of another
+    origin may read an answer unless `allowed_origins` names it ("*": all). `chat_template` is Jinja
+    source or a file of it, None the tokenizer's own. `port` 0 takes a free one.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    max_queue: int = 128
+    request_timeout: float | None = None
+    shutdown_timeout: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        _check_choice("--log-level", self.log_level, LogLevel)
+        _check_count("--port", self.port, 65535)
+        _check_count("--max-queue", self.max_queue)
+        if self.request_timeout is not None:
+            _check_seconds("--request-timeout", self.request_timeout)
+            if self.request_timeout == 0:
+                raise ValueError("--request-timeout 0 leaves no time: leave it out for no deadline")
+        _check_seconds("--shutdown-timeout", self.shutdown_timeout)
+        for option, text in (
+            ("--api-key", self.api_key),
+            ("--served-model-name", self.served_model_name),
+            ("--host", self.host),
+        ):
+            if text is not None and not text.strip():
+                raise ValueError(f"{option} is empty: give a value or leave it out")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ValueError(f"--root-path must begin with /, got {self.root_path!r}")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("--ssl-keyfile and --ssl-certfile go together: one of them is missing")
+
+
+def _check_count(option: str, value: object, high: int | None = None) -> None:
+    """Raise ValueError unless `value` is an integer from 0 on, and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{option} must be at least 0, got {value!r}")
+    if high is not None and value > high:
+        raise ValueError(f"{option} must be at most {high}, got {value}")
+
+
+def _check_seconds(option: str, value: object) -> None:
+    """Raise ValueError unless `value` is a finite number of seconds from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{option} must be a number of seconds, got {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{option} must be a finite number of seconds from 0 on, got {value}")

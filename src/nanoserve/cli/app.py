@@ -25,6 +25,7 @@ from nanoserve.cli.options import (
     KVCacheDtype,
     Model,
     SamplingOptions,
+    ServerOptions,
     integer,
     spread,
 )
@@ -48,7 +49,14 @@ from nanoserve.config import EngineConfig
 
 DEFAULTS = EngineOptions()
 
-EXTRAS = {"torch": "torch", "matplotlib": "bench"}
+EXTRAS = {
+    "torch": "torch",
+    "matplotlib": "bench",
+    "fastapi": "server",
+    "uvicorn": "server",
+    "prometheus_client": "server",
+    "jinja2": "server",
+}
 """Which extra brings a library that a command may miss."""
 
 Verbose = Annotated[
@@ -135,6 +143,15 @@ def generate(
             "(damaged weights, or a --dtype too narrow for them)"
         )
         raise typer.Exit(EXIT_FAULT)
+
+
+@app.command()
+@spread
+def serve(*, verbose: Verbose = False, server: ServerOptions, engine: EngineOptions) -> None:
+    """Serve OpenAI's HTTP API until SIGTERM or Ctrl-C."""
+    from nanoserve.cli.serve import serve_until_stopped
+
+    serve_until_stopped(server, engine)
 
 
 @app.command(

@@ -2,8 +2,8 @@
 
 A command takes a group whole (`engine: EngineOptions`), and `@spread` shows its fields as options
 of their own. Defaults are read off the dataclasses of `config` and `request`, which also check the
-values, so neither a default nor a limit is written down twice. Every engine option has an
-environment variable, NANOSERVE_<OPTION>, which an option that was typed overrides.
+values, so neither a default nor a limit is written down twice. Every option of an engine or of the
+server has an environment variable, NANOSERVE_<OPTION>, which an option that was typed overrides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from nanoserve.config import (
     ExecutorName,
     Layout,
     LoadFormat,
+    LogLevel,
     SchedulerConfig,
+    ServerConfig,
 )
 from nanoserve.planner.memory import parse_bytes
 from nanoserve.request import SamplingParams
@@ -36,10 +38,11 @@ _ENGINE = EngineConfig()
 _CACHE = CacheConfig()
 _SCHEDULER = SchedulerConfig()
 _SAMPLING = SamplingParams()
+_SERVER = ServerConfig()
 
 
-def _engine_option(declaration: str, help_text: str, unset: str | bool = True) -> Any:
-    """An engine option and its environment variable; `unset` says what None means."""
+def _config_option(declaration: str, help_text: str, unset: str | bool = True) -> Any:
+    """An option of engine or server, and its environment variable; `unset`: what None means."""
     name = declaration.partition("/")[0].lstrip("-")
     return typer.Option(
         declaration,
@@ -59,15 +62,15 @@ def _sampling_option(declaration: str, help_text: str, unset: object = None) -> 
 
 
 Model = Annotated[
-    str, _engine_option("--model", "The embedded model, a local folder or a hub name.")
+    str, _config_option("--model", "The embedded model, a local folder or a hub name.")
 ]
 Dtype = Annotated[
     DtypeOption,
-    _engine_option("--dtype", "Of the weights; auto: float32 on a CPU, float16 on a GPU."),
+    _config_option("--dtype", "Of the weights; auto: float32 on a CPU, float16 on a GPU."),
 ]
 KVCacheDtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16"],
-    _engine_option("--kv-cache-dtype", "Of K and V; auto: as --dtype."),
+    _config_option("--kv-cache-dtype", "Of K and V; auto: as --dtype."),
 ]
 
 
@@ -77,75 +80,75 @@ class EngineOptions:
 
     model: Model = _ENGINE.model
     revision: Annotated[
-        str | None, _engine_option("--revision", "Branch, tag or commit of a hub repository.")
+        str | None, _config_option("--revision", "Branch, tag or commit of a hub repository.")
     ] = _ENGINE.revision
     load_format: Annotated[
         LoadFormat,
-        _engine_option("--load-format", "Which weight files to read; dummy: random weights."),
+        _config_option("--load-format", "Which weight files to read; dummy: random weights."),
     ] = _ENGINE.load_format
-    dummy_seed: Annotated[int, _engine_option("--dummy-seed", "Seed of the random weights.")] = (
+    dummy_seed: Annotated[int, _config_option("--dummy-seed", "Seed of the random weights.")] = (
         _ENGINE.dummy_seed
     )
     tokenizer: Annotated[
         str | None,
-        _engine_option("--tokenizer", "Folder or model to take it from.", "the model's own"),
+        _config_option("--tokenizer", "Folder or model to take it from.", "the model's own"),
     ] = _ENGINE.tokenizer
-    device: Annotated[Device, _engine_option("--device", "auto: a GPU where there is one.")] = (
+    device: Annotated[Device, _config_option("--device", "auto: a GPU where there is one.")] = (
         _ENGINE.device
     )
     dtype: Dtype = _ENGINE.dtype
     kv_layout: Annotated[
         Layout,
-        _engine_option("--kv-layout", "Where K and V live; recompute keeps none: the naive way."),
+        _config_option("--kv-layout", "Where K and V live; recompute keeps none: the naive way."),
     ] = _CACHE.layout
     kv_cache_dtype: KVCacheDtype = _CACHE.dtype or "auto"
-    executor: Annotated[ExecutorName, _engine_option("--executor", "What computes the steps.")] = (
+    executor: Annotated[ExecutorName, _config_option("--executor", "What computes the steps.")] = (
         _ENGINE.executor
     )
     max_model_len: Annotated[
         int | None,
-        _engine_option("--max-model-len", "Tokens of the longest context.", "all the model has"),
+        _config_option("--max-model-len", "Tokens of the longest context.", "all the model has"),
     ] = _SCHEDULER.max_model_len
     max_num_seqs: Annotated[
-        int, _engine_option("--max-num-seqs", "Sequences that run at once.")
+        int, _config_option("--max-num-seqs", "Sequences that run at once.")
     ] = _SCHEDULER.max_num_seqs
     max_num_batched_tokens: Annotated[
         int | None,
-        _engine_option("--max-num-batched-tokens", "Token rows of one step.", "chosen here"),
+        _config_option("--max-num-batched-tokens", "Token rows of one step.", "chosen here"),
     ] = _SCHEDULER.max_num_batched_tokens
-    block_size: Annotated[int, _engine_option("--block-size", "Tokens of a block, if paged.")] = (
+    block_size: Annotated[int, _config_option("--block-size", "Tokens of a block, if paged.")] = (
         _CACHE.block_size
     )
     kv_cache_memory_bytes: Annotated[
         str | None,
-        _engine_option(
+        _config_option(
             "--kv-cache-memory-bytes", "What the cache may take, as 512MiB.", "from free memory"
         ),
     ] = None if _CACHE.memory_bytes is None else str(_CACHE.memory_bytes)
     enable_prefix_caching: Annotated[
         bool,
-        _engine_option(
+        _config_option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             "Compute a beginning that prompts share only once.",
         ),
     ] = _SCHEDULER.enable_prefix_caching
     batching: Annotated[
-        Batching, _engine_option("--batching", "static: a batch drains before the next begins.")
+        Batching, _config_option("--batching", "static: a batch drains before the next begins.")
     ] = _SCHEDULER.batching
     context_overflow: Annotated[
         ContextOverflow,
-        _engine_option("--context-overflow", "At its end: stop, or slide the window and go on."),
+        _config_option("--context-overflow", "At its end: stop, or slide the window and go on."),
     ] = _SCHEDULER.context_overflow
     slide_window: Annotated[
         int | None,
-        _engine_option("--slide-window", "Tokens that stay when the window slides.", "half of it"),
+        _config_option("--slide-window", "Tokens that stay when the window slides.", "half of it"),
     ] = _SCHEDULER.slide_window
     strict_context: Annotated[
         bool,
-        _engine_option("--strict-context", "Refuse a request that the context would cut short."),
+        _config_option("--strict-context", "Refuse a request that the context would cut short."),
     ] = _SCHEDULER.strict_context
     threads: Annotated[
-        int | None, _engine_option("--threads", "Of the CPU.", "the library's choice")
+        int | None, _config_option("--threads", "Of the CPU.", "the library's choice")
     ] = _ENGINE.threads
 
     def values(self) -> dict[str, Any]:
@@ -156,6 +159,63 @@ class EngineOptions:
                 self.kv_cache_memory_bytes, option="--kv-cache-memory-bytes"
             )
         return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The fields of `ServerConfig`; origins are typed as one text, parted by commas."""
+
+    host: Annotated[
+        str, _config_option("--host", "Address to listen at; 0.0.0.0: every network.")
+    ] = _SERVER.host
+    port: Annotated[int, _config_option("--port", "0: a free one.")] = _SERVER.port
+    served_model_name: Annotated[
+        str | None,
+        _config_option("--served-model-name", "What clients call the model.", "the model's own"),
+    ] = _SERVER.served_model_name
+    api_key: Annotated[
+        str | None, _config_option("--api-key", "Asked of every client.", "none asked")
+    ] = _SERVER.api_key
+    max_queue: Annotated[
+        int, _config_option("--max-queue", "Requests beyond --max-num-seqs; then 429.")
+    ] = _SERVER.max_queue
+    request_timeout: Annotated[
+        float | None,
+        _config_option("--request-timeout", "Seconds a request may take.", "as long as it takes"),
+    ] = _SERVER.request_timeout
+    shutdown_timeout: Annotated[
+        float,
+        _config_option("--shutdown-timeout", "Seconds that requests have left after SIGTERM."),
+    ] = _SERVER.shutdown_timeout
+    allowed_origins: Annotated[
+        str | None,
+        _config_option(
+            "--allowed-origins", "Web pages that may ask, as https://a.example,...", "none"
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        _config_option("--chat-template", "Jinja source or a file of it.", "the tokenizer's"),
+    ] = _SERVER.chat_template
+    root_path: Annotated[
+        str, _config_option("--root-path", "Where a proxy shows this server, as /llm.", "/")
+    ] = _SERVER.root_path
+    ssl_keyfile: Annotated[
+        str | None, _config_option("--ssl-keyfile", "Private key, for HTTPS.", "none")
+    ] = _SERVER.ssl_keyfile
+    ssl_certfile: Annotated[
+        str | None, _config_option("--ssl-certfile", "Its certificate.", "none")
+    ] = _SERVER.ssl_certfile
+    log_level: Annotated[LogLevel, _config_option("--log-level", "Of the server's log.")] = (
+        _SERVER.log_level
+    )
+
+    def config(self) -> ServerConfig:
+        """Raises ValueError naming the option."""
+        values = asdict(self)
+        origins = (self.allowed_origins or "").split(",")
+        values["allowed_origins"] = tuple(o.strip() for o in origins if o.strip())
+        return ServerConfig(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
