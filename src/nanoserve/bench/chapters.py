@@ -48,6 +48,15 @@ from nanoserve.bench.findings.overhead import (
     overhead_paragraph,
     overhead_table,
 )
+from nanoserve.bench.findings.serving import (
+    ServingFindings,
+    cost_table,
+    delivery_table,
+    serving_findings,
+    serving_numbers,
+    serving_paragraph,
+    throughput_table,
+)
 from nanoserve.bench.plots import PlotData
 from nanoserve.bench.record import Run
 
@@ -136,10 +145,23 @@ OVERHEAD: Chapter[OverheadFindings] = Chapter(
     tables={"Microseconds of a step in which nothing is computed": overhead_table},
 )
 
+SERVING: Chapter[ServingFindings] = Chapter(
+    title="What does HTTP cost on top of the engine?",
+    conclude=serving_findings,
+    paragraph=serving_paragraph,
+    tables={
+        "Throughput through HTTP and offline": throughput_table,
+        "From a token's birth to the wire": delivery_table,
+        "Microseconds of processor time per streamed token": cost_table,
+    },
+    numbers=serving_numbers,
+)
+
 CHAPTERS: Mapping[str, Chapter[Any]] = {
     "batch": BATCH,
     "batching": BATCHING,
     "interference": INTERFERENCE,
     "overhead": OVERHEAD,
+    "serving": SERVING,
 }
 """By experiment, in the order of the report."""

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time, thread_time
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -108,6 +108,16 @@ def quiet_collector() -> Iterator[None]:
 def now_s() -> float:
     """Seconds on the clock everything here is timed with; for budgets and load times."""
     return perf_counter_ns() / 1e9
+
+
+def process_cpu_s() -> float:
+    """Seconds of processor time that this process, all its threads together, has used."""
+    return process_time()
+
+
+def thread_cpu_s() -> float:
+    """Seconds of processor time that the calling thread has used."""
+    return thread_time()
 
 
 def warm_up(

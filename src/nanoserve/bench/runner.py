@@ -26,6 +26,7 @@ from nanoserve.bench.experiments import (
     interference,
     kvcache,
     overhead,
+    serving,
 )
 from nanoserve.bench.findings import Table
 from nanoserve.bench.findings.ceilings import ceilings_paragraph, ceilings_table
@@ -101,6 +102,7 @@ EXPERIMENTS = {
         question=interference.QUESTION, measure=interference.measure, show=show_chapter
     ),
     "overhead": Experiment(question=overhead.QUESTION, measure=overhead.measure, show=show_chapter),
+    "serving": Experiment(question=serving.QUESTION, measure=serving.measure, show=show_chapter),
 }
 
 

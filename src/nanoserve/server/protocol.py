@@ -78,6 +78,7 @@ class Served:
     start_token_id: int | None
     chat: ChatFormat
     strict_context: bool = False
+    context_slides: bool = False
     max_prompts: int = 2048
     max_sequences: int = 4096
     max_logprobs: int = 2**23
@@ -100,6 +101,7 @@ class Served:
             start_token_id=start_token_id(tokenizer),
             chat=ChatFormat(tokenizer, chat_template),
             strict_context=config.scheduler.strict_context,
+            context_slides=config.scheduler.context_overflow == "slide",
         )
 
     def check_model(self, name: str) -> None:
@@ -369,7 +371,8 @@ def _check_num_logprobs(call: Call, prepared: list[Prepared], served: Served) ->
         num_prompt_tokens = len(prompt.token_ids)
         room = served.max_model_len - num_prompt_tokens
         longest = room if params.max_tokens is None else params.max_tokens
-        num_tokens += params.num_choices * (longest if served.slides else min(longest, room))
+        longest = longest if served.context_slides else min(longest, room)
+        num_tokens += params.num_choices * longest
         num_tokens += num_prompt_tokens if call.echo else 0
     num_logprobs = num_tokens * (1 + params.logprobs)
     if num_logprobs > served.max_logprobs:
