@@ -7,9 +7,11 @@ BENCH ?= kvcache --device cpu
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CLIENTS := .venv-clients
+CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type test check bench report demo
+.PHONY: help setup fmt lint type test clients check bench report demo
 
 help: ## List the targets, so that nobody has to read this file.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +31,9 @@ type: $(INSTALLED) ## Prove the annotations of src/ (mypy strict), because seams
 
 test: $(INSTALLED) ## Run the tests that take seconds: same tokens whatever the way, and the floors of the house.
 	$(BIN)/python -m pytest $(ARGS)
+
+clients: $(CLIENTS_INSTALLED) ## Drive a real server with other people's clients, whose word on an API is the last.
+	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest -m clients $(ARGS)
 
 check: lint type test ## Do what must be green before a commit, in the order that fails soonest.
 
@@ -57,4 +62,20 @@ $(INSTALLED): requirements.txt pyproject.toml
 	    echo 'could not make $(VENV): Debian and Ubuntu keep the module in the package python3-venv' >&2; \
 	    exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check --requirement requirements.txt
+	@touch $@
+
+# The clients want versions of their own, so they lie in an environment above .venv: what they lack
+# they find there. Theirs are listed to the last one (--no-deps), for some name gigabytes that are
+# not needed here.
+$(CLIENTS_INSTALLED): $(INSTALLED) requirements-clients.txt tests/clients/node/package-lock.json
+	@command -v npm >/dev/null || { \
+	    echo 'make clients needs Node.js (20 or newer) with npm, for the client that is written in it' >&2; \
+	    exit 1; }
+	$(BIN)/python -m venv --without-pip $(CLIENTS)
+	$(BIN)/python -m pip --python $(CLIENTS)/bin/python install --disable-pip-version-check \
+	    --no-deps --no-compile --requirement requirements-clients.txt
+	@for python in $(BIN)/python $(CLIENTS)/bin/python; do \
+	    $$python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | { \
+	    read -r below; read -r own; printf '%s\n' "$$below" '$(CURDIR)/src' >"$$own/nanoserve.pth"; }
+	cd tests/clients/node && npm ci --no-audit --no-fund
 	@touch $@
