@@ -146,7 +146,7 @@ class StopAutomaton:
                 states.append(child)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1)
 def _automaton(stop: tuple[str, ...]) -> StopAutomaton:
     """One for all choices of a request, whose streams are made one after another."""
     return StopAutomaton(stop)
