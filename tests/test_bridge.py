@@ -217,6 +217,7 @@ async def test_no_more_than_the_limit_are_let_in() -> None:
 
 def test_the_service_rate_is_measured_over_the_recent_past() -> None:
     rate = ServiceRate(window_s=10.0)
+    rate.began(0.0)
     assert rate.per_second(0.0) is None
     rate.finished(1.0)
     assert rate.per_second(2.0) is None
@@ -225,6 +226,17 @@ def test_the_service_rate_is_measured_over_the_recent_past() -> None:
     assert rate.per_second(6.0) == pytest.approx(1.0)
     assert rate.per_second(13.5) == pytest.approx(2 / 9.5)  # 4.0 and 5.0
     assert rate.per_second(30.0) is None
+
+
+def test_a_quiet_spell_does_not_lower_the_service_rate() -> None:
+    rate = ServiceRate()
+    for start in (0.0, 100.0, 200.0):
+        rate.began(start)
+        rate.began(start + 0.5)  # a second one, while the first is served
+        rate.finished(start + 1.0)
+        rate.finished(start + 2.0)
+        rate.rested(start + 2.0)
+    assert rate.per_second(250.0) == pytest.approx(6 / 5)  # six from the first end on, in 5 s
 
 
 @on_loop
@@ -237,6 +249,7 @@ async def test_retry_after_follows_the_rate_and_has_a_limit() -> None:
         now[0] = 8.0
         assert bridge.retry_after_s() == pytest.approx(4.0)
         bridge.rate = ServiceRate(window_s=1e6)
+        bridge.rate.began(0.0)
         bridge.rate.finished(0.0)
         bridge.rate.finished(1.0)
         now[0] = 900.0

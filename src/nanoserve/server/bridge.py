@@ -52,21 +52,43 @@ class NotServingError(Exception):
 
 
 class ServiceRate:
-    """How many requests finish in a second, by the most recent past."""
+    """How many requests finish in a second of work, by the most recent past.
+
+    Only time in which somebody was served counts: after a quiet spell the rate is what the engine
+    can do, not how seldom it was asked.
+    """
 
     def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
         self._window_s = window_s
-        self._finished_s: deque[float] = deque(maxlen=RATE_SAMPLES)
+        self._finished_s: deque[float] = deque(maxlen=RATE_SAMPLES)  # on the clock of work
+        self._worked_s = 0.0
+        self._busy_since_s: float | None = None
+
+    def began(self, now_s: float) -> None:
+        """Somebody is served; no effect where that was so already."""
+        if self._busy_since_s is None:
+            self._busy_since_s = now_s
 
     def finished(self, now_s: float) -> None:
-        self._finished_s.append(now_s)
+        self._finished_s.append(self._work_s(now_s))
+
+    def rested(self, now_s: float) -> None:
+        """Nobody is served any more."""
+        self._worked_s = self._work_s(now_s)
+        self._busy_since_s = None
 
     def per_second(self, now_s: float) -> float | None:
         """None where too few finished to tell."""
-        recent = [at for at in self._finished_s if now_s - at <= self._window_s]
+        work_s = self._work_s(now_s)
+        recent = [at for at in self._finished_s if work_s - at <= self._window_s]
         if len(recent) < 2:
             return None
-        return len(recent) / max(now_s - recent[0], 1e-3)
+        return len(recent) / max(work_s - recent[0], 1e-3)
+
+    def _work_s(self, now_s: float) -> float:
+        """Seconds in which somebody was served, up to now."""
+        busy_s = 0.0 if self._busy_since_s is None else now_s - self._busy_since_s
+        return self._worked_s + busy_s
 
 
 class Bridge:
@@ -129,6 +151,7 @@ class Bridge:
             raise QueueFullError(self.num_in_flight, self.retry_after_s())
         self.num_in_flight += 1
         ticket = Ticket(self.engine.clock())
+        self.rate.began(ticket.arrival_s)
         self._tickets.add(ticket)
         return ticket
 
@@ -157,6 +180,7 @@ class Bridge:
         elif ticket.is_finished:
             self.rate.finished(self.engine.clock())
         if self.num_in_flight == 0:
+            self.rate.rested(self.engine.clock())
             self._idle.set()
 
     def retry_after_s(self) -> float:
