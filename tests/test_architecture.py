@@ -34,9 +34,14 @@ TEST_FILES, SCRIPTS = (
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
+IMPORTED_AS = {"pillow": "PIL"}
+"""Packages whose module is not called like them."""
+
+
 def import_names(requirements: Iterable[str]) -> set[str]:
     """`{"huggingface_hub"}` for `["huggingface-hub>=1.31,<3"]`."""
-    return {re.split("[<>=!~;[ ]", r, maxsplit=1)[0].replace("-", "_") for r in requirements}
+    names = (re.split("[<>=!~;[ ]", r, maxsplit=1)[0] for r in requirements)
+    return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
 
 
 CORE = import_names(PROJECT["dependencies"])
