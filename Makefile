@@ -9,9 +9,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
+DEMO := .venv-demo
+DEMO_INSTALLED := $(DEMO)/.installed
+SOURCES := pyproject.toml setup.py $(wildcard src/nanoserve/kernels/cpu/*.cpp src/nanoserve/kernels/cpu/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type test clients check bench report demo
+.PHONY: help setup fmt lint type test native clients check bench report demo
 
 help: ## List the targets, so that nobody has to read this file.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +38,10 @@ test: $(INSTALLED) ## Run the tests that take seconds: same tokens whatever the 
 clients: $(CLIENTS_INSTALLED) ## Drive a real server with other people's clients, whose word on an API is the last.
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest -m clients $(ARGS)
 
+native: $(INSTALLED) ## Run the C++ tests on every instruction set here, then under ASan and UBSan, which tests in Python cannot see.
+	$(BIN)/python tests/native/run.py
+	$(BIN)/python tests/native/run.py --sanitize address,undefined
+
 check: lint type test ## Do what must be green before a commit, in the order that fails soonest.
 
 bench: $(INSTALLED) ## Measure on this machine and record it, because nothing is claimed that was not measured.
@@ -43,24 +50,29 @@ bench: $(INSTALLED) ## Measure on this machine and record it, because nothing is
 report: $(INSTALLED) ## Render tables, plots and README numbers from the records, so that nobody types a number.
 	$(BIN)/nanoserve report $(ARGS)
 
-demo: $(INSTALLED) ## See it work in five minutes: text from the embedded model, then naive against cached, measured here.
+demo: $(DEMO_INSTALLED) ## See it work in minutes, without PyTorch: text from the embedded model, then naive against cached.
 	@echo 'The embedded model goes on from "Once upon a time":'
-	@$(BIN)/nanoserve generate "Once upon a time" --max-tokens 96 --temperature 0.8 --seed 7
+	@$(DEMO)/bin/nanoserve generate "Once upon a time" --max-tokens 96 --temperature 0.8 --seed 7
 	@echo 'Now the main job: what does the cache buy on this machine?'
-	@$(BIN)/python -m nanoserve.bench kvcache --device cpu --quick
+	@$(DEMO)/bin/python -m nanoserve.bench kvcache --device cpu --quick
 
-# Remade only when what is to be installed has changed. The stamp comes last, so an install that was
-# interrupted is taken up again by the next call.
-$(INSTALLED): requirements.txt pyproject.toml
+# $(call make_venv,FOLDER): a virtual environment, or one line that says what is missing.
+define make_venv
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo 'nanoserve needs Python 3.11 or newer and found no "$(PYTHON)";' \
 	         'name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "nanoserve needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 	         'name another: make $(MAKECMDGOALS) PYTHON=/path/to/python3' >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { \
-	    echo 'could not make $(VENV): Debian and Ubuntu keep the module in the package python3-venv' >&2; \
+	@$(PYTHON) -m venv $(1) || { \
+	    echo 'could not make $(1): Debian and Ubuntu keep the module in the package python3-venv' >&2; \
 	    exit 1; }
+endef
+
+# Remade only when what is to be installed has changed. The stamp comes last, so an install that was
+# interrupted is taken up again by the next call.
+$(INSTALLED): requirements.txt $(SOURCES)
+	$(call make_venv,$(VENV))
 	$(BIN)/python -m pip install --disable-pip-version-check --requirement requirements.txt
 	@touch $@
 
@@ -78,4 +90,16 @@ $(CLIENTS_INSTALLED): $(INSTALLED) requirements-clients.txt tests/clients/node/p
 	    $$python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | { \
 	    read -r below; read -r own; printf '%s\n' "$$below" '$(CURDIR)/src' >"$$own/nanoserve.pth"; }
 	cd tests/clients/node && npm ci --no-audit --no-fund
+	@touch $@
+
+# The core install alone, in the same versions. Only where the native core could not be compiled does
+# PyTorch have to come as well, because something must compute.
+$(DEMO_INSTALLED): requirements.txt $(SOURCES)
+	$(call make_venv,$(DEMO))
+	@grep '==' requirements.txt > $(DEMO)/pins.txt
+	$(DEMO)/bin/python -m pip install --disable-pip-version-check --constraint $(DEMO)/pins.txt --editable .
+	@$(DEMO)/bin/python -c 'from nanoserve.kernels.cpu import library; library.choose()' 2>/dev/null || { \
+	    echo 'The native core was not compiled here (is there a C++ compiler?): installing PyTorch instead.'; \
+	    $(DEMO)/bin/python -m pip install --disable-pip-version-check --constraint $(DEMO)/pins.txt \
+	        --editable '.[torch]'; }
 	@touch $@

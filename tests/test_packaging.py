@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,12 +13,14 @@ import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nanoserve
+from nanoserve.kernels.cpu import library
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -63,7 +67,7 @@ def data_files() -> set[str]:
     return {
         path.relative_to(PACKAGE.parent).as_posix()
         for path in PACKAGE.rglob("*")
-        if path.is_file() and path.suffix not in {".py", ".pyc"}
+        if path.is_file() and path.suffix not in {".py", ".pyc", ".so"}
     }
 
 
@@ -71,14 +75,15 @@ def data_files() -> set[str]:
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
     """File names in the wheel and in the sdist, both built from a copy of what git would hold."""
     work = tmp_path_factory.mktemp("packaging")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, work)
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
     shutil.copytree(ROOT / "src", work / "src", ignore=ignored)
     # Without isolation the build uses the setuptools that is here, and needs no network.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(work / "dist"), "."]
-    subprocess.run(build, cwd=work, check=True, capture_output=True, timeout=300)
+    subprocess.run(build, cwd=work, check=True, capture_output=True, timeout=550)
     (wheel,), (sdist,) = (work / "dist").glob("*.whl"), (work / "dist").glob("*.tar.gz")
+    assert "-py3-none-" in wheel.name, "the native core belongs to a platform, to no Python"
     with zipfile.ZipFile(wheel) as wheel_file, tarfile.open(sdist) as sdist_file:
         inside = {name.partition("/")[2] for name in sdist_file.getnames()}
         return set(wheel_file.namelist()), inside
@@ -94,6 +99,52 @@ def test_the_wheel_holds_everything(archives: tuple[set[str], set[str]]) -> None
     info = f"nanoserve-{nanoserve.__version__}.dist-info"
     assert {f"{info}/licenses/LICENSE", f"{info}/entry_points.txt"} <= wheel
     assert not [name for name in wheel if name.startswith(("tests/", "scripts/"))]
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_native_core(archives: tuple[set[str], set[str]]) -> None:
+    wheel, _ = archives
+    built = {name for name in wheel if name.endswith(".so")}
+    assert built == {f"nanoserve/kernels/cpu/libns_{isa}.so" for isa in recipe()["isa_flags"]()}
+
+
+def recipe() -> dict[str, Any]:
+    return runpy.run_path(str(PACKAGE / "kernels" / "cpu" / "recipe.py"))
+
+
+def test_the_recipe_and_the_loader_agree() -> None:
+    """On which instruction sets there are, what their objects are called, what they speak."""
+    made = recipe()
+    assert list(made["isa_flags"]("x86_64")) == list(library.CPU_FLAGS)
+    for isa in library.CPU_FLAGS:
+        assert made["library_name"](isa) == library.path_of(isa).name
+    header = (PACKAGE / "kernels" / "cpu" / "ns.h").read_text(encoding="utf-8")
+    assert f"#define NS_ABI_VERSION {library.ABI_VERSION}\n" in header
+    assert f"#define NS_MAX_TOP_LOGPROBS {library.MAX_TOP_LOGPROBS}\n" in header
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_install_succeeds(tmp_path: Path) -> None:
+    """The objects are optional: what is left is the Python of it."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=ignored)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", "dist", "."]
+    environment = os.environ | {"CXX": str(tmp_path / "no-such-compiler")}
+    done = subprocess.run(
+        build,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert "the native core for avx2 was not compiled" in done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
 @pytest.mark.slow

@@ -1,14 +1,16 @@
-"""What PyTorch reaches on this machine at best: the loads that measured ceilings are made of.
+"""What libraries reach on this machine at best: the loads that measured ceilings are made of.
 
 Each probe prepares its buffers once and gives back a function that does the same work at every
 call, so whoever times it allocates nothing. PyTorch is imported inside, because benchmarks that
-run elsewhere, or only list what there is, must load without it.
+run elsewhere, or only list what there is, must load without it; where it is not installed numpy's
+own loads (its BLAS for matrices) stand in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +25,85 @@ TINY_OPERATIONS = 1000
 """Calls of the smallest operation in one run of the dispatch probe."""
 
 
+class Probes(Protocol):
+    """The probes of one device; `matmul` raises ValueError for a dtype that it cannot compute."""
+
+    name: str
+    product: str  # what its matmul is called
+
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+
+    def synchronize(self) -> None: ...
+
+    def read(self, values: NDArray[np.float32]) -> Mapping[str, Load]: ...
+
+    def matmul(self, m: int, k: int, n: int, dtype: str) -> Load: ...
+
+    def dispatch(self) -> Load: ...
+
+
+def make_probes(device: str, threads: int | None = None) -> Probes:
+    """PyTorch's where it is installed, else numpy's, for a CPU.
+
+    Raises ValueError for a CUDA device that PyTorch does not see.
+    """
+    if find_spec("torch") is not None:
+        return TorchProbes(device, threads)
+    if device != "cpu":
+        raise ValueError(f"--device {device} needs PyTorch: pip install 'nanoserve[torch]'")
+    return NumpyProbes()
+
+
+class NumpyProbes:
+    """Of a CPU. How many threads a product takes is its BLAS's affair (OPENBLAS_NUM_THREADS).
+
+    Memory is read by whoever measures, with numpy's maximum in threads.
+    """
+
+    name = "numpy"
+    product = "numpy.matmul"
+    dtypes = ("float32",)
+
+    def synchronize(self) -> None:
+        """Nothing: numpy has finished when it returns."""
+
+    def read(self, values: NDArray[np.float32]) -> Mapping[str, Load]:
+        """No kernel beside that maximum."""
+        return {}
+
+    def matmul(self, m: int, k: int, n: int, dtype: str) -> Load:
+        """[m, k] @ [k, n] in fp32: 2 m k n operations."""
+        if dtype not in self.dtypes:
+            raise ValueError(
+                f"measuring a product in {dtype} needs PyTorch (pip install 'nanoserve[torch]'); "
+                "--dtype float32 does not"
+            )
+        rng = np.random.default_rng(0)
+        left = rng.standard_normal((m, k), dtype=np.float32)
+        right = rng.standard_normal((k, n), dtype=np.float32)
+        product = np.empty((m, n), dtype=np.float32)
+        return lambda: np.matmul(left, right, out=product)
+
+    def dispatch(self) -> Load:
+        """`TINY_OPERATIONS` in-place additions of one element: nothing but dispatch."""
+        element = np.zeros(1, dtype=np.float32)
+
+        def run() -> None:
+            for _ in range(TINY_OPERATIONS):
+                np.add(element, 1.0, out=element)
+
+        return run
+
+
 class TorchProbes:
     """Probes on one device. `threads` None leaves PyTorch's own number of threads.
 
     Raises ValueError for a CUDA device that PyTorch does not see.
     """
+
+    name = "PyTorch"
+    product = "torch.mm"
 
     def __init__(self, device: str, threads: int | None = None) -> None:
         import torch
@@ -38,6 +114,12 @@ class TorchProbes:
         self.device = torch.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What the device multiplies at a rate of its own."""
+        half = ("float16", "bfloat16") if self.device.type == "cuda" else ("bfloat16",)
+        return ("float32", *half)
 
     def synchronize(self) -> None:
         """Return when the device has nothing left to do."""

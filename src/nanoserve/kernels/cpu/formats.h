@@ -1,0 +1,59 @@
+// What a weight format is: how 32 columns of a matrix are packed, and multiplied with rows.
+//
+// A matrix [K][N] is a sequence of panels of 32 columns. A panel is one run of bytes that holds all
+// its format needs (values, and scales if it has any), so that a product streams memory once, in
+// order. A product never sees more than one panel (or two neighbours) and a few rows at a time; how
+// many must not change a bit of any sum. Each format is one constant of type `Format`:
+//
+//   kFloat32Format, kBfloat16Format   gemm_float.h
+//   kInt8Format, kInt8OnlyFormat      gemm_int8.h
+//   kInt4Format                       gemm_int4.h
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ns {
+
+constexpr int kPanel = 32;        // columns of a panel
+constexpr int kBlockK = 256;      // inputs summed before a partial sum is added to the total
+constexpr int kMaxTileRows = 16;  // no format takes more rows at once
+
+// Some rows times one panel, or two that lie one after the other.
+struct Tile {
+  const uint8_t* panel;  // 64-byte aligned
+  int num_panels;        // 1; or 2, if num_rows <= the format's wide_rows
+  int K;
+  const uint8_t* rows;  // prepared rows; row m at rows + m * row_stride
+  size_t row_stride;    // bytes
+  int num_rows;         // 1 .. tile_rows
+  const uint8_t* next;  // what to prefetch, 64 bytes a step: half of a panel to come; may be null
+  float* out;  // [num_panels][num_rows][kPanel], every value written, without bias
+};
+
+struct Format {
+  const char* name;
+
+  // Bytes of a panel of K inputs, a multiple of 64.
+  size_t (*panel_bytes)(int K);
+  // `columns` [K][kPanel] in fp32; columns beyond the matrix are zero.
+  void (*pack)(const float* columns, int K, uint8_t* panel);
+  // One column back in fp32 (the embedding of a token is a column of the tied head): out [K].
+  void (*unpack_column)(const uint8_t* panel, int K, int column, float* out);
+
+  // Bytes of a prepared row of K inputs, a multiple of 64; 0: fp32 rows are taken as they are.
+  size_t (*row_bytes)(int K);
+  // One row of activations [K] in the form that `multiply` reads. Depends on this row alone.
+  void (*prepare)(const float* x, int K, uint8_t* row);
+
+  int tile_rows;  // most rows of one tile, <= kMaxTileRows
+  int wide_rows;  // up to so many rows, a tile may have two panels
+  void (*multiply)(const Tile& tile);
+};
+
+// The sampler's seam (sampler.h), called once per row of the result, rows in parallel, with
+// denormals on:
+//   void sample_row(const float* logits, int vocab_size, int num_token_ids, const NsRow& row,
+//                   int index, NsResult* result);
+
+}  // namespace ns

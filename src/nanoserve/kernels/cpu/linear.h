@@ -1,0 +1,121 @@
+// A whole linear layer: tiles over rows and panels, shared out to the threads, and what happens to
+// each sum on its way to memory (bias, residual, activation).
+#pragma once
+
+#include <algorithm>
+
+#include "formats.h"
+#include "model.h"
+#include "pool.h"
+#include "simd.h"
+#include "vmath.h"
+
+namespace ns {
+
+enum class Then { kStore, kAdd, kActivate };
+
+// What becomes of sums [M][N]: out = sums + bias, out += sums + bias, or out = act(sums + bias).
+struct Output {
+  Then then = Then::kStore;
+  float* values = nullptr;  // row m at values + m * stride, padded(N) of them
+  size_t stride = 0;
+  int32_t activation = 0;
+};
+
+// Rows of activations as the matrix's format reads them.
+struct Rows {
+  const uint8_t* data;
+  size_t stride;  // bytes
+  int count;      // M
+};
+
+constexpr int kRowTilesPerChunk = 8;
+
+// Finish one panel's sums [num_rows][kPanel].
+template <class Use>
+inline void finish_panel(const float* sums, const float* bias, int num_rows, Use&& use) {
+  for (int half = 0; half < kPanel; half += kLanes) {
+    const F32 added = bias ? load(bias + half) : zero();
+    for (int m = 0; m < num_rows; ++m) use(m, half, load(sums + m * kPanel + half) + added);
+  }
+}
+
+inline void finish(const float* sums, const float* bias, int num_rows, const Output& output,
+                   float* out) {
+  switch (output.then) {
+    case Then::kStore:
+      finish_panel(sums, bias, num_rows,
+                   [&](int m, int half, F32 y) { store(out + m * output.stride + half, y); });
+      break;
+    case Then::kAdd:
+      finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
+        float* at = out + m * output.stride + half;
+        store(at, load(at) + y);
+      });
+      break;
+    case Then::kActivate:
+      with_activation(output.activation, [&](auto act) {
+        finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
+          store(out + m * output.stride + half, act(y));
+        });
+      });
+  }
+}
+
+// How the work on M rows is cut. Nothing here changes a bit of a result.
+struct Partition {
+  int tile_rows;          // of each tile but the last
+  int rows_per_chunk;     // a multiple of tile_rows
+  int num_row_chunks;
+  int panels_per_chunk;  // 2 where two are multiplied at once
+
+  Partition(const Format& format, int M, int limit) {
+    const int most = limit > 0 ? std::min(limit, format.tile_rows) : format.tile_rows;
+    const int num_tiles = (M + most - 1) / most;
+    tile_rows = (M + num_tiles - 1) / num_tiles;
+    rows_per_chunk = tile_rows * kRowTilesPerChunk;
+    num_row_chunks = (M + rows_per_chunk - 1) / rows_per_chunk;
+    panels_per_chunk = M <= std::min(most, format.wide_rows) ? 2 : 1;
+  }
+};
+
+// output = rows [M][K] times matrix [K][N]. `tile_limit` 0: the format's own tiles.
+inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const Rows& rows,
+                     const Output& output, int tile_limit) {
+  const Format& format = *matrix.format;
+  const Partition cut(format, rows.count, tile_limit);
+  const int num_panels = matrix.num_panels();
+  const int num_panel_chunks = (num_panels + cut.panels_per_chunk - 1) / cut.panels_per_chunk;
+
+  pool.run(num_panel_chunks * cut.num_row_chunks, [&](int chunk, int) {
+    alignas(64) float sums[2 * kMaxTileRows * kPanel];
+    const int panel = chunk / cut.num_row_chunks * cut.panels_per_chunk;
+    const int first = chunk % cut.num_row_chunks * cut.rows_per_chunk;
+    const int end = std::min(rows.count, first + cut.rows_per_chunk);
+
+    Tile tile;
+    tile.panel = matrix.panels + matrix.panel_bytes * panel;
+    tile.num_panels = std::min(cut.panels_per_chunk, num_panels - panel);
+    tile.K = matrix.K;
+    tile.row_stride = rows.stride;
+    tile.out = sums;
+    // Where a panel is used by several tiles, the first two fetch one half each of the next panel.
+    const bool fetches = first == 0 && rows.count > cut.tile_rows && panel + 1 < num_panels;
+    for (int row = first; row < end; row += cut.tile_rows) {
+      tile.rows = rows.data + rows.stride * row;
+      tile.num_rows = std::min(cut.tile_rows, end - row);
+      const int half = row / cut.tile_rows;  // as long as it is 0 or 1
+      tile.next = fetches && half < 2
+                      ? tile.panel + matrix.panel_bytes + half * (matrix.panel_bytes / 2)
+                      : nullptr;
+      format.multiply(tile);
+      for (int p = 0; p < tile.num_panels; ++p) {
+        const int column = (panel + p) * kPanel;
+        finish(sums + p * tile.num_rows * kPanel, bias ? bias + column : nullptr, tile.num_rows,
+               output, output.values + output.stride * row + column);
+      }
+    }
+  });
+}
+
+}  // namespace ns

@@ -1,0 +1,179 @@
+// Attention and the KV cache: against a plain double-precision loop over what is stored, and bit for
+// bit between layouts, ways of cutting a prefill and positions of a batch. The digest of the last
+// line must be the same on every instruction set.
+
+#include "attention.h"
+
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+#include "check.h"
+
+using namespace ns;
+
+namespace {
+
+struct Case {
+  int dtype, head_size, context, block_size;
+};
+
+// A sequence of random rows [context][2 heads * D] in a cache full of NaN, blocks in random order.
+struct Sequence {
+  Case c;
+  int heads = 2, width;
+  std::vector<float> q, k, v;
+  std::vector<int32_t> table, slots;
+  KvCache cache;
+  float scale;
+
+  explicit Sequence(const Case& c)
+      : c(c), width(heads * c.head_size),
+        cache(2, heads, c.head_size, c.block_size, blocks_of(c) + 3, c.dtype),
+        scale(1.0f / std::sqrt(static_cast<float>(c.head_size))) {
+    Random random(static_cast<uint64_t>(c.head_size * 1000 + c.context));
+    for (auto* rows : {&q, &k, &v}) *rows = random.floats(static_cast<size_t>(c.context) * width);
+    for (float& x : q) x *= 3.0f;
+    for (int i = 0; i < cache.num_blocks; ++i) cache.poison(i);
+    table = random.permutation(cache.num_blocks);
+    for (int p = 0; p < c.context; ++p)
+      slots.push_back(table[p / c.block_size] * c.block_size + p % c.block_size);
+  }
+
+  static int blocks_of(const Case& c) { return (c.context + c.block_size - 1) / c.block_size; }
+
+  void append(int first, int count) {
+    for (int head = 0; head < heads; ++head) {
+      size_t at = static_cast<size_t>(first) * width + head * c.head_size;
+      cache.append(1, head, &k[at], &v[at], width, &slots[first], count);
+    }
+  }
+
+  // Attends queries first .. first + count - 1 of every head into `out` [context][width].
+  void attend(int first, int count, std::vector<float>& out) const {
+    std::vector<uint8_t> memory(attend_scratch_bytes(cache, c.context) + 64);
+    uint8_t* scratch = memory.data();
+    scratch += (64 - reinterpret_cast<uintptr_t>(scratch) % 64) % 64;
+    for (int head = 0; head < heads; ++head) {
+      size_t at = static_cast<size_t>(first) * width + head * c.head_size;
+      AttendTask task{1,     head,      table.data(), first + count, count,
+                      &q[at], width, &out[at],     width,         scale};
+      ns::attend(cache, task, scratch);
+    }
+  }
+
+  // Prefill in steps of `step` queries.
+  std::vector<float> run(int step) {
+    std::vector<float> out(q.size());
+    for (int first = 0; first < c.context; first += step) {
+      int count = std::min(step, c.context - first);
+      append(first, count);
+      attend(first, count, out);
+    }
+    return out;
+  }
+};
+
+// What a value becomes in the cache, as a double.
+double stored(const Case& c, const float* row, int d) {
+  if (c.dtype == NS_FLOAT32) return row[d];
+  if (c.dtype == NS_BFLOAT16) return float_of_bf16(bf16_of(row[d]));
+  if (c.dtype == NS_FLOAT16) return float_of_f16(f16_of(row[d]));
+  float largest = 0;
+  for (int i = 0; i < c.head_size; ++i) largest = std::max(largest, std::fabs(row[i]));
+  float scale = float_of_f16(f16_of(largest / 127.0f));
+  float steps = std::nearbyint(row[d] / scale);
+  return static_cast<double>(scale) * std::max(-127.0f, std::min(127.0f, steps));
+}
+
+std::vector<double> reference(const Sequence& s, int row, int head) {
+  const Case& c = s.c;
+  size_t at = static_cast<size_t>(head) * c.head_size;
+  std::vector<double> scores, out(static_cast<size_t>(c.head_size), 0.0);
+  double top = -1e300, sum = 0;
+  for (int t = 0; t <= row; ++t) {
+    double score = 0;
+    for (int d = 0; d < c.head_size; ++d)
+      score += static_cast<double>(s.q[row * s.width + at + d]) * stored(c, &s.k[t * s.width + at], d);
+    scores.push_back(score * s.scale);
+    top = std::max(top, scores.back());
+  }
+  for (int t = 0; t <= row; ++t) {
+    double weight = std::exp(scores[t] - top);
+    sum += weight;
+    for (int d = 0; d < c.head_size; ++d)
+      out[d] += weight * stored(c, &s.v[t * s.width + at], d);
+  }
+  for (double& x : out) x /= sum;
+  return out;
+}
+
+void check_against_reference(const Case& c) {
+  Sequence s(c);
+  std::vector<float> out = s.run(c.context);
+  double tolerance = c.dtype == NS_INT8 ? 4e-4 : 4e-6;
+  for (int row = 0; row < c.context; row += 1 + c.context / 9)
+    for (int head = 0; head < s.heads; ++head) {
+      std::vector<double> expected = reference(s, row, head);
+      for (int d = 0; d < c.head_size; ++d) {
+        double got = out[static_cast<size_t>(row) * s.width + head * c.head_size + d];
+        CHECK(std::fabs(got - expected[d]) <= tolerance, "dtype %d D %d N %d B %d row %d d %d: %g, %g",
+              c.dtype, c.head_size, c.context, c.block_size, row, d, got, expected[d]);
+      }
+    }
+}
+
+void check_bits(int dtype, int head_size, int context) {
+  std::vector<float> first = Sequence({dtype, head_size, context, 16}).run(1);
+  for (int block_size : {1, 3, 16, 24, 48, context, 1024})
+    for (int step : {1, 2, 7, 33, context})
+      CHECK(same_bits(first, Sequence({dtype, head_size, context, block_size}).run(step)),
+            "dtype %d D %d N %d: block size %d, steps of %d", dtype, head_size, context, block_size,
+            step);
+}
+
+// A forked sequence attends to a copied block and to what it appended there itself.
+void check_copy(int dtype) {
+  Sequence s({dtype, 64, 40, 16});
+  std::vector<float> whole = s.run(40), out(s.q.size());
+  int spare = s.table[3];
+  s.cache.copy_block(s.table[2], spare);
+  s.cache.poison(s.table[2]);
+  s.table[2] = spare;
+  s.attend(39, 1, out);
+  CHECK(std::equal(out.begin() + 39 * s.width, out.end(), whole.begin() + 39 * s.width),
+        "a copied block, dtype %d", dtype);
+}
+
+// NaN in a key or a value that a query sees reaches its result.
+void check_nan(int dtype) {
+  for (bool in_key : {true, false}) {
+    Sequence s({dtype, 64, 20, 16});
+    (in_key ? s.k : s.v)[7 * s.width + 5] = std::nanf("");
+    std::vector<float> out = s.run(20);
+    CHECK(!std::isnan(out[6 * s.width + 5]), "row 6 does not see it, dtype %d", dtype);
+    CHECK(std::isnan(out[7 * s.width + 5]), "row 7 sees it, dtype %d", dtype);
+    CHECK(!std::isnan(out[7 * s.width + 64 + 5]), "the other head does not, dtype %d", dtype);
+  }
+}
+
+}  // namespace
+
+int main() {
+  FlushDenormals flush;
+  Digest digest;
+  for (int dtype : {NS_FLOAT32, NS_BFLOAT16, NS_FLOAT16, NS_INT8}) {
+    for (int head_size : {64, 80, 128, 20, 6, 300})
+      for (int context : {1, 16, 17, 100, 530})
+        check_against_reference({dtype, head_size, context, 16});
+    check_against_reference({dtype, 64, 1000, 24});
+    for (int context : {1, 15, 64, 130}) check_bits(dtype, 64, context);
+    check_bits(dtype, 20, 37);
+    check_bits(dtype, 64, 600);
+    check_copy(dtype);
+    check_nan(dtype);
+    digest.add(Sequence({dtype, 80, 300, 16}).run(300));
+  }
+  std::printf("attention digest %016llx\n", digest.value());
+  return failures();
+}
