@@ -103,7 +103,8 @@ def tiny_model(num_positions: int = SIZES["n_positions"]) -> TinyModel:
 
 
 def tiny_config(num_positions: int = SIZES["n_positions"], **options: Any) -> EngineConfig:
-    """Of an engine over the tiny model; `options` are the command line's."""
+    """Of an engine over the tiny model, eager unless asked; `options` are the command line's."""
+    options = {"executor": "eager", **options}
     return engine_config(model=str(tiny_model(num_positions).folder), device="cpu", **options)
 
 

@@ -41,6 +41,9 @@ from nanoserve.bench.measure import Rules, Sample
 from nanoserve.bench.record import Run, read_runs
 from nanoserve.bench.session import Options, Screen
 from nanoserve.bench.workload import prompt_token_ids
+from nanoserve.kernels import probes
+from nanoserve.kernels.cpu import library
+from nanoserve.kernels.probes import TorchProbes
 from nanoserve.planner.model import kv_bytes_per_token
 from nanoserve.planner.steptime import num_eager_operations
 from nanoserve.request import TokenLogprob
@@ -561,7 +564,7 @@ def test_the_yardsticks_do_what_they_say(small_yardsticks: ceilings.Yardsticks) 
 def test_the_read_kernels_read_everything() -> None:
     values = ceilings.huge_page_buffer(2**20)
     values[:] = 2.0
-    loads = ceilings.TorchProbes("cpu").read(values)
+    loads = TorchProbes("cpu").read(values)
     assert float(loads["torch.sum"]()) == 2.0 * 2**18  # type: ignore[arg-type]
     assert float(loads["torch.dot"]()) == 4.0 * 2**17  # type: ignore[arg-type]
     values[-1] = 9.0
@@ -785,8 +788,42 @@ def test_the_hash_of_the_weights_depends_on_every_file(tmp_path: Path) -> None:
     assert len(hashes) == 2
 
 
-def test_the_real_engine_passes_the_gate_and_is_measured(
+def test_without_torch_numpy_is_the_yardstick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same ceilings, from fewer loads: a read kernel that runs twice, and a product in fp32."""
+    monkeypatch.setattr(probes, "find_spec", lambda _name: None)
+    yardsticks = ceilings.make_yardsticks("cpu", 1, num_bytes=2**20, shapes=((8, 16, 8),))
+    assert [list(group.arms) for group in yardsticks.groups] == [
+        ["numpy.max", "numpy.max again"],
+        ["add"],
+        ["numpy.matmul"],
+    ]
+    samples = ceilings.measure_quickly(yardsticks, Screen(quiet=True))
+    found = findings.ceilings_of(samples)
+    assert found.read_bytes_per_s > 0
+    assert list(found.matmul_flops_per_s) == ["float32"]
+    with pytest.raises(ValueError, match="product in bfloat16 needs PyTorch"):
+        ceilings.make_yardsticks("cpu", 1, also_dtype="bfloat16", num_bytes=2**20)
+    with pytest.raises(ValueError, match="--device cuda needs PyTorch"):
+        ceilings.make_yardsticks("cuda", 1)
+
+
+EXECUTORS = [
+    "eager",
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(not library.available(), reason="needs the native core"),
+    ),
+]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_real_engine_passes_the_gate_and_is_measured(
+    executor: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shape = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
     (tmp_path / "tiny").mkdir()
@@ -796,10 +833,11 @@ def test_the_real_engine_passes_the_gate_and_is_measured(
     monkeypatch.setattr(kvcache, "FULL", replace(SCALE, gate=((1, 8), (20, 8))))
     monkeypatch.setattr(findings.AACheck, "is_miss", False)  # a busy machine must not fail a test
     arguments = ["kvcache", "--model", str(tmp_path / "tiny"), "--load-format", "dummy"]
+    arguments += ["--executor", executor]
     code = runner.main([*arguments, "--device", "cpu", "--out", str(tmp_path / "results")])
     assert code == 0, capsys.readouterr().err
     (run,) = read_runs(only_file(tmp_path / "results"))[0]
     assert [c.context for c in concluding.kvcache_findings(run).single] == [1, 2, 4, 8, 16, 63]
     assert (run.header["model"], run.header["weights"]) == ("tiny", "random")
-    assert run.header["setup"]["engine"]["torch"]
+    assert run.header["executor"] == run.header["setup"]["engine"]["executor"] == executor
     assert machine.load_cached_ceilings("cpu") is not None

@@ -340,6 +340,7 @@ ENGINE_VALUES: dict[str, tuple[str, object]] = {
     "dtype": ("bfloat16", "bfloat16"),
     "kv_layout": ("slots", "slots"),
     "kv_cache_dtype": ("float16", "float16"),
+    "quantization": ("int8-weight-only", "int8-weight-only"),
     "executor": ("eager", "eager"),
     "max_model_len": ("100", 100),
     "max_num_seqs": ("3", 3),
@@ -361,7 +362,7 @@ def test_every_engine_option_is_tried_here() -> None:
     assert set(ENGINE_VALUES) == {f.name for f in fields(EngineOptions)}
     for name, hint in get_type_hints(EngineOptions).items():
         if name == "kv_cache_dtype":
-            assert set(get_args(hint)) == {"auto", "float32", "float16", "bfloat16"}
+            assert set(get_args(hint)) == {"auto", "float32", "float16", "bfloat16", "int8"}
 
 
 @pytest.mark.parametrize("name", ENGINE_VALUES)
@@ -658,7 +659,8 @@ def without_metrics(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, num_steps: int, fail: Callable[[], None]) -> None:
-    """Let the executor compute so many steps, then call `fail` in each."""
+    """Let the executor (eager from here on) compute so many steps, then call `fail` in each."""
+    monkeypatch.setenv("NANOSERVE_EXECUTOR", "eager")
     execute, steps = EagerExecutor.execute, iter(range(num_steps))
 
     def failing(self: EagerExecutor, batch: Any) -> Any:
@@ -805,6 +807,7 @@ def test_a_disk_that_fills_up_keeps_whole_lines(tmp_path: Path) -> None:
 def test_logits_that_are_not_finite_are_1(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NANOSERVE_EXECUTOR", "eager")
     execute = EagerExecutor.execute
 
     def broken(self: EagerExecutor, batch: Any) -> Any:

@@ -16,7 +16,7 @@ from nanoserve.request import RequestDelta, RequestOutput, SamplingParams
 
 
 def tiny_llm(**options: object) -> LLM:
-    return LLM(str(tiny_model().folder), device="cpu", **options)
+    return LLM(str(tiny_model().folder), device="cpu", executor="eager", **options)
 
 
 @cache

@@ -36,7 +36,7 @@ TO_THE_END = SamplingParams(
 @cache
 def mini() -> LLM:
     """With the default layout; its engine lends its weights to others."""
-    return LLM("mini", device="cpu", max_num_seqs=len(PROMPTS))
+    return LLM("mini", device="cpu", executor="eager", max_num_seqs=len(PROMPTS))
 
 
 @cache
@@ -56,7 +56,7 @@ def run(engine: Engine, prompts: tuple[str, ...]) -> list[list[int]]:
 
 
 def mini_engine(**options: object) -> Engine:
-    config = engine_config(model="mini", device="cpu", **options)
+    config = engine_config(model="mini", device="cpu", executor="eager", **options)
     return Engine(config, donor=mini().engine, poison_freed=True)
 
 

@@ -83,8 +83,12 @@ def test_kv_bytes_of_a_token(dtype: str, expected: int) -> None:
 
 
 def test_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got 'float8'"):
+    with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, int8, got 'float8'"):
         weight_bytes(SMALL, "float8")
+
+
+def test_an_int8_token_brings_a_scale_for_each_head_of_each_layer() -> None:
+    assert kv_bytes_per_token(SMALL, "int8") == 19_008
 
 
 def test_step_bytes_count_the_tied_head_once_and_positions_not_at_all() -> None:

@@ -165,7 +165,8 @@ def test_what_serve_says_is_true_and_its_curl_line_works() -> None:
     with serve("--log-level", "info") as server:
         server.read_start()
         model, cache, listening, hint = server.lines
-        assert model == "model: tiny, trained weights, float32, eager executor, cpu"
+        runs = r"model: tiny, trained weights, float32, (native|eager) executor, cpu"
+        assert re.fullmatch(runs, model)
         assert cache.startswith("KV cache: paged, float32, ")
         assert listening.startswith(f"listening: http://127.0.0.1:{server.port} (")
         server.wait_ready()
@@ -275,6 +276,7 @@ ENVIRONMENT = {
     "KV_LAYOUT": "slots",
     "KV_CACHE_DTYPE": "float16",
     "EXECUTOR": "eager",
+    "QUANTIZATION": "int8",
     "MAX_MODEL_LEN": "64",
     "MAX_NUM_SEQS": "3",
     "MAX_NUM_BATCHED_TOKENS": "99",

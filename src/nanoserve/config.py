@@ -15,17 +15,20 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+CacheDtype = Literal["float32", "float16", "bfloat16", "int8"]
+Quantization = Literal["int8", "int8-weight-only", "int4"]
+QuantizationOption = Literal["none", "int8", "int8-weight-only", "int4"]
 Layout = Literal["recompute", "contiguous", "slots", "paged"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 DtypeOption = Literal["auto", "float32", "float16", "bfloat16"]
-ExecutorName = Literal["auto", "eager"]
+ExecutorName = Literal["auto", "eager", "native"]
 Batching = Literal["continuous", "static"]
 ContextOverflow = Literal["error", "slide"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of one stored value, for every dtype that weights or a cache may have."""
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+"""Bytes of one stored value, for every dtype that weights (int8: not these) or a cache may have."""
 
 
 logger = logging.getLogger(__name__)
@@ -276,19 +279,20 @@ def _check_limit(option: str, value: object) -> None:
 class CacheConfig:
     """How keys and values are laid out and stored.
 
-    `dtype` None means "the model's". `memory_bytes` None means "sized from the machine".
+    `dtype` None means "the model's"; int8 keeps a scale for each token and head beside the values.
+    `memory_bytes` None means "sized from the machine".
     `block_size`, in tokens, is read by `paged` alone: the other layouts have a size of their own.
     """
 
     layout: Layout = "paged"
-    dtype: Dtype | None = None
+    dtype: CacheDtype | None = None
     block_size: int = 16
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("--kv-layout", self.layout, Layout)
         if self.dtype is not None:
-            _check_choice("--kv-cache-dtype", self.dtype, Dtype)
+            _check_choice("--kv-cache-dtype", self.dtype, CacheDtype)
         _check_limit("--block-size", self.block_size)
         _check_limit("--kv-cache-memory-bytes", self.memory_bytes)
 
@@ -333,7 +337,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything needed to build an engine; `nanoserve serve`, `LLM` and `bench` all make one."""
+    """Everything needed to build an engine; `nanoserve serve`, `LLM` and `bench` all make one.
+
+    `quantization` None keeps the weights in `dtype`. `threads` None means the backend's choice.
+    """
 
     model: str = "mini"
     revision: str | None = None
@@ -342,6 +349,7 @@ class EngineConfig:
     tokenizer: str | None = None
     device: Device = "auto"
     dtype: DtypeOption = "auto"
+    quantization: Quantization | None = None
     executor: ExecutorName = "auto"
     threads: int | None = None
     cache: CacheConfig = CacheConfig()
@@ -351,6 +359,8 @@ class EngineConfig:
         _check_choice("--load-format", self.load_format, LoadFormat)
         _check_choice("--device", self.device, Device)
         _check_choice("--dtype", self.dtype, DtypeOption)
+        if self.quantization is not None:
+            _check_choice("--quantization", self.quantization, Quantization)
         _check_choice("--executor", self.executor, ExecutorName)
         _check_limit("--threads", self.threads)
 

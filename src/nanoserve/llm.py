@@ -44,13 +44,15 @@ ENGINE_OPTIONS = {
 def engine_config(**options: Any) -> EngineConfig:
     """An `EngineConfig` from flat options (the command line's names, underscores for dashes).
 
-    None and, for `kv_cache_dtype`, "auto" mean the default. Raises TypeError for unknown options.
+    None, "auto" for `kv_cache_dtype` and "none" for `quantization` mean the default.
+    Raises TypeError for unknown options.
     """
     unknown = set(options) - set(CACHE_OPTIONS) - set(SCHEDULER_OPTIONS) - set(ENGINE_OPTIONS)
     if unknown:
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
-    if options.get("kv_cache_dtype") == "auto":
-        options["kv_cache_dtype"] = None
+    for name, unset in (("kv_cache_dtype", "auto"), ("quantization", "none")):
+        if options.get(name) == unset:
+            options[name] = None
     given = {name: value for name, value in options.items() if value is not None}
 
     def pick(table: dict[str, str]) -> dict[str, Any]:

@@ -196,7 +196,8 @@ def provenance(run: Run) -> str:
     header, software = run.header, run.header["setup"]["machine"]["software"]
     seed = header["seeds"][len(run.checks) - 1]
     what = "" if header["experiment"] == "ceilings" else f"{subject(run)}; "
-    versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "numpy", "nanoserve"))
+    libraries = [name for name in ("torch", "numpy", "nanoserve") if software[name]]
+    versions = ", ".join(f"{name} {software[name]}" for name in libraries)
     edited = ", edited since" if software["edited"] else ""
     return (
         f"Run `{header['run']}`: {what}Python {software['python']}, {versions} "

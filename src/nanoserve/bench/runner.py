@@ -37,6 +37,7 @@ from nanoserve.bench.findings.kvcache import (
 )
 from nanoserve.bench.record import Run
 from nanoserve.bench.session import Device, DtypeOption, LoadFormat, Options, Screen
+from nanoserve.config import ExecutorName
 from nanoserve.engine.engine import StepError
 
 ALL = "all"
@@ -163,7 +164,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--device", choices=get_args(Device), default=Options().device)
     made.add_argument("--dtype", choices=get_args(DtypeOption), default=Options().dtype)
-    made.add_argument("--threads", type=int, help="default: the backend's choice")
+    made.add_argument("--executor", choices=get_args(ExecutorName), default=Options().executor)
+    made.add_argument("--threads", type=int, help="default: the executor's choice")
     made.add_argument("--quick", action="store_true", help="at most 40 s each on two cores")
     made.add_argument("--out", type=Path, default=Options().out, metavar="DIR")
     made.add_argument("--resume", action="store_true", help="continue the last, unfinished run")

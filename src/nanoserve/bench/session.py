@@ -18,7 +18,14 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nanoserve.bench.record import Record
-from nanoserve.config import Batching, CacheConfig, EngineConfig, Layout, SchedulerConfig
+from nanoserve.config import (
+    Batching,
+    CacheConfig,
+    EngineConfig,
+    ExecutorName,
+    Layout,
+    SchedulerConfig,
+)
 from nanoserve.engine.engine import Engine
 from nanoserve.model.hub import BUILT_IN_SHAPES, Checkpoint, list_models
 
@@ -40,6 +47,7 @@ class Options:
     load_format: LoadFormat | None = None
     device: Device = "auto"
     dtype: DtypeOption = "auto"
+    executor: ExecutorName = "auto"
     threads: int | None = None
     quick: bool = False
     out: Path = Path("results")
@@ -144,6 +152,7 @@ def open_engine(
         load_format=load_format,
         device=options.device,
         dtype=options.dtype,
+        executor=options.executor,
         threads=options.threads,
         cache=CacheConfig(layout=layout),
         scheduler=SchedulerConfig(

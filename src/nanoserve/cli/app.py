@@ -267,7 +267,8 @@ def verify(*, as_json: AsJson = False, verbose: Verbose = False, engine: EngineO
             )
         show(table)
         setting = ", ".join(f"{name} {value}" for name, value in found.setting.items())
-        typer.echo(f"{setting}; log-probabilities may differ by {found.bound:g} nats")
+        allowed = f"may differ by {found.bound:g} nats" if found.bound else "must be equal bits"
+        typer.echo(f"{setting}; log-probabilities {allowed}")
     if not found.ok:
         remark("not every way agrees with the naive one: see above")
         raise typer.Exit(EXIT_FAULT)

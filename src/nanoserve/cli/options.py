@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -28,6 +28,7 @@ from nanoserve.config import (
     Layout,
     LoadFormat,
     LogLevel,
+    QuantizationOption,
     SchedulerConfig,
     ServerConfig,
 )
@@ -69,7 +70,7 @@ Dtype = Annotated[
     _config_option("--dtype", "Of the weights; auto: float32 on a CPU, float16 on a GPU."),
 ]
 KVCacheDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16"],
+    Literal["auto", "float32", "float16", "bfloat16", "int8"],
     _config_option("--kv-cache-dtype", "Of K and V; auto: as --dtype."),
 ]
 
@@ -102,9 +103,17 @@ class EngineOptions:
         _config_option("--kv-layout", "Where K and V live; recompute keeps none: the naive way."),
     ] = _CACHE.layout
     kv_cache_dtype: KVCacheDtype = _CACHE.dtype or "auto"
-    executor: Annotated[ExecutorName, _config_option("--executor", "What computes the steps.")] = (
-        _ENGINE.executor
-    )
+    quantization: Annotated[
+        QuantizationOption,
+        _config_option("--quantization", "Of the weights, while they are loaded."),
+    ] = _ENGINE.quantization or "none"
+    executor: Annotated[
+        ExecutorName,
+        _config_option(
+            "--executor",
+            "What computes the steps; auto: native on a CPU where it runs, else eager.",
+        ),
+    ] = _ENGINE.executor
     max_model_len: Annotated[
         int | None,
         _config_option("--max-model-len", "Tokens of the longest context.", "all the model has"),
@@ -148,7 +157,7 @@ class EngineOptions:
         _config_option("--strict-context", "Refuse a request that the context would cut short."),
     ] = _SCHEDULER.strict_context
     threads: Annotated[
-        int | None, _config_option("--threads", "Of the CPU.", "the library's choice")
+        int | None, _config_option("--threads", "Of the CPU.", "the executor's choice")
     ] = _ENGINE.threads
 
     def values(self) -> dict[str, Any]:
@@ -349,13 +358,14 @@ def _parameters_of(group: Any) -> list[inspect.Parameter]:
 
 def _read_by_us(kind: Any, option: Any) -> None:
     """Let numbers and choices be read by functions below, which say what they got."""
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    words = next((k for k in kinds if get_origin(k) is Literal), None)
     if int in kinds:
         option.parser, option.metavar = integer, "INTEGER"
     elif float in kinds:
         option.parser, option.metavar = number, "NUMBER"
-    elif get_origin(kind) is Literal:
-        option.parser, option.metavar = one_of(get_args(kind)), "|".join(get_args(kind))
+    elif words is not None:
+        option.parser, option.metavar = one_of(get_args(words)), "|".join(get_args(words))
     elif bool not in kinds:
         option.metavar = "TEXT"
 

@@ -133,6 +133,24 @@ def build_batch(
     )
 
 
+def scratch_batch(block_size: int, num_blocks: int) -> StepBatch:
+    """One token through the scratch block, drawn by nobody: what a backend warms up with."""
+    drawn = RowSampling(params=SamplingParams(), prompt_token_ids=(), output_token_ids=())
+    return StepBatch(
+        token_ids=np.zeros(1, np.int32),
+        positions=np.zeros(1, np.int32),
+        slot_mapping=np.full(1, num_blocks * block_size, np.int32),
+        query_starts=np.array([0, 1], np.int32),
+        context_lens=np.ones(1, np.int32),
+        block_tables=np.full((1, 1), num_blocks, np.int32),
+        logit_rows=np.zeros(1, np.int32),
+        targets=np.full(1, SAMPLED, np.int32),
+        block_copies=np.zeros((0, 2), np.int32),
+        sampling=(drawn,),
+        draws=np.zeros(1),
+    )
+
+
 def slot_range(item: ScheduledRequest, block_size: int, scratch_block: int) -> list[int]:
     """Where the rows of one scheduled request write their K and V; [] positions have no block."""
     start, stop, table = item.start, item.start + item.num_tokens, item.block_table

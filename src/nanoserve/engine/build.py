@@ -6,14 +6,17 @@ loaded when it was chosen, so an engine that does not run on PyTorch never impor
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from nanoserve.config import Dtype, EngineConfig, ModelConfig
-from nanoserve.engine.executor import Executor, ExecutorSpec
+from nanoserve.engine.executor import Backend, Executor, ExecutorSpec
+from nanoserve.kernels.cpu import library
 from nanoserve.model.generation import eos_token_ids, load_tokenizer
 from nanoserve.model.hub import Checkpoint, find
 from nanoserve.model.weights import WeightTensor, dummy_weights, load_model_config, load_weights
@@ -25,6 +28,7 @@ from nanoserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+PORTABLE = "portable"
 DEFAULT_BATCHED_TOKENS = 128
 """Token budget of a step where the machine was never measured: small enough that a prompt's chunk
 does not hold up the other streams for long on a slow CPU, large enough for its matrices."""
@@ -56,10 +60,8 @@ def build_parts(
     tokenizer = donor.tokenizer if donor else load_tokenizer(checkpoint, config.tokenizer)
     spec = resolve_spec(config, model, tokenizer)
     logger.info("%s", describe_cache(spec))
-    executor = make_executor(
-        config.executor, spec, weight_tensors(config, checkpoint, model), donor
-    )
-    config = resolve_budget(config, spec, executor.describe()["executor"])
+    executor = make_executor(spec, weight_tensors(config, checkpoint, model), donor)
+    config = resolve_budget(config, spec)
     return EngineParts(
         config=config,
         checkpoint=checkpoint,
@@ -90,15 +92,19 @@ def weight_tensors(
 
 
 def make_executor(
-    name: str, spec: ExecutorSpec, tensors: Iterable[WeightTensor], donor: EngineParts | None
+    spec: ExecutorSpec, tensors: Iterable[WeightTensor], donor: EngineParts | None
 ) -> Executor:
-    """The executor table."""
-    if name in ("auto", "eager"):
-        from nanoserve.engine.eager import EagerExecutor
+    """The executor table. A donor of the same backend may share its weights."""
+    given = donor.executor if donor else None
+    if spec.executor == "native":
+        from nanoserve.engine.native import NativeExecutor
 
-        same = donor.executor if donor and isinstance(donor.executor, EagerExecutor) else None
-        return EagerExecutor(spec, tensors, donor=same)
-    raise AssertionError(f"EngineConfig let executor {name!r} through")
+        return NativeExecutor(
+            spec, tensors, donor=given if isinstance(given, NativeExecutor) else None
+        )
+    from nanoserve.engine.eager import EagerExecutor
+
+    return EagerExecutor(spec, tensors, donor=given if isinstance(given, EagerExecutor) else None)
 
 
 def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ExecutorSpec:
@@ -113,7 +119,9 @@ def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer)
     block_size = resolve_block_size(config, max_model_len)
     return ExecutorSpec(
         model=model,
+        executor=resolve_executor(config, device, dtype),
         dtype=dtype,
+        quantization=config.quantization,
         cache_dtype=cache_dtype,
         layout=config.cache.layout,
         block_size=block_size,
@@ -125,6 +133,56 @@ def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer)
         threads=config.threads,
         num_token_ids=min(tokenizer.num_ids, model.vocab_size),
     )
+
+
+def resolve_executor(config: EngineConfig, device: str, dtype: str) -> Backend:
+    """`auto` is native where that can run, else eager; on a CPU the log says why, once.
+
+    Raises ValueError, naming the obstacle and what removes it, for an executor asked for by name
+    that cannot run, and where none can.
+    """
+    native, eager = native_obstacle(config, device, dtype), eager_obstacle(config)
+    if config.executor == "native" or (config.executor == "auto" and native is None):
+        if native is not None:
+            raise ValueError(f"--executor native: {native}")
+        if config.executor == "auto" and eager is None and library.choose() == PORTABLE:
+            return fall_back("its portable path, all that this machine runs, is slower")
+        return "native"
+    if eager is not None:
+        other = f"; native: {native}" if config.executor == "auto" else ""
+        raise ValueError(f"--executor {config.executor}: eager: {eager}{other}")
+    return "eager" if config.executor == "eager" or device != "cpu" else fall_back(str(native))
+
+
+def native_obstacle(config: EngineConfig, device: str, dtype: str) -> str | None:
+    """Why the native executor cannot run this; None if it can."""
+    if device != "cpu":
+        return f"it computes on the CPU, got --device {device}"
+    if dtype == "float16":
+        return "it has no float16 weights (--dtype float32 or bfloat16)"
+    try:
+        library.choose()
+    except library.UnavailableError as error:
+        return str(error)
+    return None
+
+
+def eager_obstacle(config: EngineConfig) -> str | None:
+    """Why the eager executor cannot run this; None if it can. PyTorch is not imported for that."""
+    if config.quantization is not None:
+        return f"--quantization {config.quantization} needs the native executor"
+    if config.cache.dtype == "int8":
+        return "--kv-cache-dtype int8 needs the native executor"
+    if find_spec("torch") is None:
+        return "PyTorch is not installed (pip install 'nanoserve[torch]')"
+    return None
+
+
+@functools.cache
+def fall_back(obstacle: str) -> Backend:
+    """Eager, and one line in the log for each obstacle, however many engines meet it."""
+    logger.warning("the eager executor is used; native: %s", obstacle)
+    return "eager"
 
 
 def resolve_device(device: str) -> str:
@@ -209,10 +267,10 @@ def describe_cache(spec: ExecutorSpec) -> str:
     )
 
 
-def resolve_budget(config: EngineConfig, spec: ExecutorSpec, executor: str) -> EngineConfig:
+def resolve_budget(config: EngineConfig, spec: ExecutorSpec) -> EngineConfig:
     """`config` with the token budget as a number, so that a replay never chooses another one."""
     budget = config.scheduler.max_num_batched_tokens or automatic_budget(
-        spec, config.scheduler.max_num_seqs, executor
+        spec, config.scheduler.max_num_seqs
     )
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
 
@@ -231,7 +289,7 @@ def make_scheduler(config: EngineConfig, spec: ExecutorSpec, *, track_freed: boo
     )
 
 
-def automatic_budget(spec: ExecutorSpec, max_num_seqs: int, executor: str) -> int:
+def automatic_budget(spec: ExecutorSpec, max_num_seqs: int) -> int:
     """The token budget of a step that nobody chose, see `planner.budget`; the log says which.
 
     What `nanoserve bench interference` found for just this model and executor here; else what the
@@ -241,26 +299,30 @@ def automatic_budget(spec: ExecutorSpec, max_num_seqs: int, executor: str) -> in
     """
     if spec.layout == "recompute":
         return max_num_seqs * spec.max_model_len
-    if (budget := load_budget(spec_budget_key(spec, executor))) is not None:
+    if (budget := load_budget(spec_budget_key(spec))) is not None:
         logger.info("token budget of a step: %d, as measured on this machine", budget)
         return budget
     ceilings = load_cached_ceilings(spec.device, spec.threads)
     if ceilings is None or spec.dtype not in ceilings.matmul_flops_per_s:
         return DEFAULT_BATCHED_TOKENS
     step_time = predicted_step_time(
-        ceilings, spec.model, dtype=spec.dtype, kv_dtype=spec.cache_dtype
+        ceilings,
+        spec.model,
+        dtype=spec.dtype,
+        kv_dtype=spec.cache_dtype,
+        is_eager=spec.executor == "eager",
     )
     budget = auto_budget(step_time)
     logger.info("token budget of a step: %d, by this machine's measured ceilings", budget)
     return budget
 
 
-def spec_budget_key(spec: ExecutorSpec, executor: str) -> str:
+def spec_budget_key(spec: ExecutorSpec) -> str:
     """Under what a measured token budget is kept."""
     return budget_key(
         spec.model,
-        executor=executor,
-        dtype=spec.dtype,
+        executor=spec.executor,
+        dtype=spec.quantization or spec.dtype,
         kv_dtype=spec.cache_dtype,
         layout=spec.layout,
         device=spec.device,

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.engine.batch import SAMPLED, RowSampling, StepBatch, StepResult
+from nanoserve.engine.batch import StepBatch, StepResult, scratch_batch
 from nanoserve.engine.executor import ExecutorSpec
 from nanoserve.engine.sampling import sample
 from nanoserve.kv.cache import TORCH_DTYPES, BlockCache, KVCache, RecomputeCache
 from nanoserve.kv.step import StepTensors
 from nanoserve.model.gpt2 import GPT2
 from nanoserve.model.weights import WeightTensor
-from nanoserve.request import SamplingParams
 
 MAX_LOGIT_ROWS = 64
 """Rows of logits held at once: scoring a prompt must not need [N, V] (196 MiB at 1,024)."""
@@ -72,23 +71,7 @@ class EagerExecutor:
 
     def warm_up(self) -> None:
         """One token through the scratch block, drawn and thrown away."""
-        scratch = self.spec.num_blocks
-        drawn = RowSampling(params=SamplingParams(), prompt_token_ids=(), output_token_ids=())
-        self.execute(
-            StepBatch(
-                token_ids=np.zeros(1, np.int32),
-                positions=np.zeros(1, np.int32),
-                slot_mapping=np.full(1, scratch * self.spec.block_size, np.int32),
-                query_starts=np.array([0, 1], np.int32),
-                context_lens=np.ones(1, np.int32),
-                block_tables=np.full((1, 1), scratch, np.int32),
-                logit_rows=np.zeros(1, np.int32),
-                targets=np.full(1, SAMPLED, np.int32),
-                block_copies=np.zeros((0, 2), np.int32),
-                sampling=(drawn,),
-                draws=np.zeros(1),
-            )
-        )
+        self.execute(scratch_batch(self.spec.block_size, self.spec.num_blocks))
 
     def synchronize(self) -> None:
         if self.spec.device == "cuda":

@@ -7,10 +7,13 @@ whichever it was given and never asks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from nanoserve.config import Dtype, Layout, ModelConfig
+from nanoserve.config import CacheDtype, Dtype, Layout, ModelConfig, Quantization
 from nanoserve.engine.batch import StepBatch, StepResult
+
+Backend = Literal["eager", "native"]
+"""The executors there are; `config.ExecutorName` has "auto" beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +21,15 @@ class ExecutorSpec:
     """Everything a backend must know before it sees a weight; all values resolved, no "auto".
 
     `block_size` x (`num_blocks` + 1 scratch block) positions are addressable; both are 0 for
-    `recompute`. `num_token_ids`: ids from there on are unknown to the tokenizer and never drawn.
+    `recompute`. `quantization` None: weights in `dtype`. `num_token_ids`: ids from there on are
+    unknown to the tokenizer and never drawn.
     """
 
     model: ModelConfig
+    executor: Backend
     dtype: Dtype
-    cache_dtype: Dtype
+    quantization: Quantization | None
+    cache_dtype: CacheDtype
     layout: Layout
     block_size: int
     num_blocks: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -53,6 +54,13 @@ def num_usable_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def num_granted_cores() -> int:
+    """Cores that this process may keep busy: its affinity, and no more than the group's quota."""
+    quota = quota_cores()
+    usable = num_usable_cores()
+    return usable if quota is None else max(1, min(usable, math.ceil(quota)))
 
 
 def cpu_info() -> dict[str, Any]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from nanoserve.config import DTYPE_BYTES, ModelConfig
 
+INT8_SCALE_BYTES = 2
+
 
 def num_block_parameters(model: ModelConfig) -> int:
     """Weights, biases and both LayerNorms of one transformer block."""
@@ -39,8 +41,12 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
 
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
-    """Bytes of K and V of one token over all layers: 2 L C values, plus the codec's own."""
-    return 2 * model.n_layer * model.n_embd * dtype_bytes(kv_dtype)
+    """Bytes of K and V of one token over all layers: 2 L C values, plus the codec's own.
+
+    int8 has a scale in float16 for each layer, head, and K or V.
+    """
+    scales = INT8_SCALE_BYTES * model.n_head if kv_dtype == "int8" else 0
+    return 2 * model.n_layer * (model.n_embd * dtype_bytes(kv_dtype) + scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,14 +35,12 @@ from nanoserve.bench.measure import (
 from nanoserve.bench.record import Run
 from nanoserve.bench.session import Options, Screen
 from nanoserve.engine.build import resolve_device
-from nanoserve.kernels.probes import TINY_OPERATIONS, Load, TorchProbes
+from nanoserve.kernels.probes import TINY_OPERATIONS, Load, Probes, make_probes
 
 QUESTION = "what can this machine do?"
 
 READ, DISPATCH = "read", "dispatch"
-AA = AAArms(arm="torch.sum", same_arm="torch.sum again", part="run")
 MATMUL_SHAPES = ((512, 2048, 2048), (1024, 768, 3072), (1024, 4096, 1024), (2048, 2048, 2048))
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
 CACHE_MULTIPLE = 8
 SMALLEST_BUFFER_BYTES = 256 * 2**20
 GPU_BUFFER_BYTES = 2 * 2**30
@@ -98,7 +96,8 @@ class Yardsticks:
     """The probes of one device as groups to measure."""
 
     device: str
-    probes: TorchProbes
+    probes: Probes
+    aa: AAArms
     groups: list[Group]
     buffer_bytes: int
 
@@ -136,12 +135,14 @@ def make_yardsticks(
 
     Matmuls run in the device's usual dtypes, and in `also_dtype`.
     """
-    probes = TorchProbes(device, threads)
+    probes = make_probes(device, threads)
     values = huge_page_buffer(buffer_bytes(device) if num_bytes is None else num_bytes)
     loads = dict(probes.read(values))
     if device == "cpu":
         loads["numpy.max"] = threaded_max(values, threads or machine.num_usable_cores())
-    loads[AA.same_arm] = loads[AA.arm]
+    arm = next(iter(loads))
+    aa = AAArms(arm=arm, same_arm=f"{arm} again", part="run")
+    loads[aa.same_arm] = loads[arm]
     groups = [
         Group(
             name=READ,
@@ -157,13 +158,15 @@ def make_yardsticks(
     groups += [
         Group(
             name=f"matmul {dtype} {m}x{k}x{n}",
-            arms={"torch.mm": timed(probes.matmul(m, k, n, dtype))},
+            arms={probes.product: timed(probes.matmul(m, k, n, dtype))},
             labels={"unit": "flops", "amount": 2 * m * k * n, "dtype": dtype},
         )
-        for dtype in dict.fromkeys((*DTYPES[device], also_dtype or "float32"))
+        for dtype in dict.fromkeys((*probes.dtypes, also_dtype or "float32"))
         for m, k, n in shapes
     ]
-    return Yardsticks(device=device, probes=probes, groups=groups, buffer_bytes=values.nbytes)
+    return Yardsticks(
+        device=device, probes=probes, aa=aa, groups=groups, buffer_bytes=values.nbytes
+    )
 
 
 def measure_quickly(yardsticks: Yardsticks, screen: Screen) -> list[Sample]:
@@ -189,9 +192,13 @@ def measure(options: Options, screen: Screen) -> Run:
         name=device,
         groups=yardsticks.groups,
         rules=QUICK if options.quick else FULL,
-        aa=AA,
+        aa=yardsticks.aa,
         synchronize=yardsticks.probes.synchronize,
-        identity={"executor": "none", "kernels": "PyTorch, numpy", "device": device},
+        identity={
+            "executor": "none",
+            "kernels": f"{yardsticks.probes.name}, numpy",
+            "device": device,
+        },
         setup={"threads": options.threads, "buffer_bytes": yardsticks.buffer_bytes},
     )
     finished = conduct(trial, options, screen)

@@ -302,7 +302,7 @@ class Engines:
 
 def keep_budget(engine: Engine, budget: int) -> None:
     """Make `budget` the automatic one of engines like this on this machine, from now on."""
-    save_budget(spec_budget_key(engine.spec, engine.executor.describe()["executor"]), budget)
+    save_budget(spec_budget_key(engine.spec), budget)
 
 
 def make_groups(

@@ -1,0 +1,352 @@
+"""The native executor: a whole step, from token ids to sampled tokens, in one call of the C++ core.
+
+It keeps its own packed weights and its own cache, addressed by the engine's block ids, and needs no
+PyTorch. Invariant: the bits of a row's logits depend on its own text alone, not on batch mates,
+chunks, layout, threads or instruction set (docs/EXACTNESS.md). A step's arrays are passed as they
+are; what is built here per step are a few pointers, and for each row what its sampling needs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Iterable, Sequence
+from ctypes import addressof, c_char
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoserve.engine.batch import Int32, RowSampling, StepBatch, StepResult, scratch_batch
+from nanoserve.engine.executor import ExecutorSpec
+from nanoserve.kernels.cpu import library
+from nanoserve.kernels.cpu.library import MAX_TOP_LOGPROBS, Batch, Config, Library, Result, Row
+from nanoserve.model.weights import WeightTensor
+from nanoserve.planner.hardware import num_granted_cores
+from nanoserve.request import SamplingParams
+
+_NO_TOP_K = 0
+_NO_LOGPROBS = -1
+_MAX_PLAIN_ROWS = 1024
+"""Parameters remembered in the core's form; a server sees the same few again and again."""
+
+ROW = np.dtype(Row)
+
+
+class NativeExecutor:
+    """See `Executor`. `donor` shares its weights, so that arms of a comparison hold them once.
+
+    Raises ValueError for a model or a format that the core refuses, UnavailableError where no core
+    can run, MemoryError where the weights do not fit.
+    """
+
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        tensors: Iterable[WeightTensor],
+        donor: NativeExecutor | None = None,
+    ) -> None:
+        self.spec = spec
+        self.library = library.load()
+        self.num_threads = spec.threads or num_granted_cores()
+        scales = [spec.model.attention_scale(layer) for layer in range(spec.model.n_layer)]
+        config = core_config(spec, self.num_threads)
+        shares = donor is not None and can_share(donor, spec, self.library)
+        handle = self.library.open(config, scales, donor.handle if donor and shares else None)
+        # However this object ends, the core's memory and threads end with it, and only once.
+        self._finalizer = weakref.finalize(self, self.library.call.ns_close, handle)
+        self.handle: int = handle
+        if not shares:
+            put_weights(self.library, handle, tensors)
+        self._num_private_blocks = config.num_blocks
+        self._rows = RowEncoder()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the core still holds the model: until `close`."""
+        return self._finalizer.alive
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Raises ValueError for a batch that addresses what is not there, before it writes a byte;
+        RuntimeError where that is the cache's room.
+        """
+        return self._run(batch, logits=None)
+
+    def execute_with_logits(self, batch: StepBatch) -> tuple[StepResult, NDArray[np.float32]]:
+        """`execute`, and the raw logits [R, V] beside it: for tests, which compare their bytes."""
+        shape = (len(batch.targets), self.spec.model.vocab_size)
+        logits = np.empty(shape, dtype=np.float32)
+        return self._run(batch, logits), logits
+
+    def _run(self, batch: StepBatch, logits: NDArray[np.float32] | None) -> StepResult:
+        if not self.is_open:
+            raise RuntimeError("this executor was closed")
+        if self.spec.layout == "recompute":
+            batch = self._give_blocks(batch)
+        rows = self._rows.encode(batch.sampling, batch.targets, batch.draws)
+        answer = Answer(len(batch.targets), wants_top=self._rows.wants_top)
+        self.library.check(
+            self.library.call.ns_step,
+            self.handle,
+            core_batch(batch, rows),
+            answer.result(logits),
+        )
+        return answer.read(batch.sampling, self.spec.model.vocab_size)
+
+    def _give_blocks(self, batch: StepBatch) -> StepBatch:
+        """Of the recompute layout: a block of `max_model_len` for each sequence, for this step.
+
+        Raises RuntimeError unless each sequence brings its whole context.
+        """
+        lengths = np.diff(batch.query_starts)
+        if not np.array_equal(lengths, batch.context_lens):
+            raise RuntimeError(
+                f"recompute needs whole contexts {batch.context_lens.tolist()}, "
+                f"got {lengths.tolist()}"
+            )
+        num_seqs, block_size = len(lengths), self.spec.max_model_len
+        if num_seqs > self._num_private_blocks:
+            self.library.check(self.library.call.ns_resize_cache, self.handle, block_size, num_seqs)
+            self._num_private_blocks = num_seqs
+        blocks = np.arange(num_seqs, dtype=np.int32)
+        slots = np.repeat(blocks * np.int32(block_size), lengths) + batch.positions
+        return replace(batch, slot_mapping=slots, block_tables=blocks.reshape(-1, 1))
+
+    def warm_up(self) -> None:
+        """One token through the scratch block, drawn and thrown away."""
+        self.execute(scratch_batch(self.spec.block_size, self.spec.num_blocks))
+
+    def synchronize(self) -> None:
+        """Nothing: a step is over when `execute` returns."""
+
+    def memory_stats(self) -> dict[str, int]:
+        """Weights may be shared with a donor. What recompute holds within a step is scratch."""
+        call, handle = self.library.call, self.handle
+        cache_bytes: int = call.ns_cache_bytes(handle)
+        scratch_bytes: int = call.ns_scratch_bytes(handle)
+        if self.spec.layout == "recompute":
+            cache_bytes, scratch_bytes = 0, scratch_bytes + cache_bytes
+        return {
+            "weights_bytes": call.ns_weights_bytes(handle),
+            "cache_bytes": cache_bytes,
+            "scratch_bytes": scratch_bytes,
+        }
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "executor": "native",
+            "kernels": f"C++ {self.library.isa}",
+            "threads": str(self.num_threads),
+        }
+
+    def poison(self, blocks: list[int]) -> None:
+        if blocks and self.spec.layout != "recompute":
+            ids = np.array(blocks, dtype=np.int32)
+            self.library.call.ns_poison(self.handle, address_of(ids), len(ids))
+
+    def close(self) -> None:
+        """Give memory and threads back; closing again does nothing, a step then raises."""
+        self._finalizer()
+
+
+def core_config(spec: ExecutorSpec, num_threads: int) -> Config:
+    """The spec as the core wants it. `recompute` starts with one private block."""
+    model = spec.model
+    keeps = spec.layout != "recompute"
+    return Config(
+        vocab_size=model.vocab_size,
+        n_positions=model.n_positions,
+        n_embd=model.n_embd,
+        n_layer=model.n_layer,
+        n_head=model.n_head,
+        n_inner=model.n_inner,
+        activation=library.ACTIVATIONS[model.activation_function],
+        tie_word_embeddings=model.tie_word_embeddings,
+        layer_norm_epsilon=model.layer_norm_epsilon,
+        weights=library.WEIGHTS[spec.quantization or spec.dtype],
+        cache=library.STORED[spec.cache_dtype],
+        block_size=spec.block_size if keeps else spec.max_model_len,
+        num_blocks=spec.num_blocks + 1 if keeps else 1,
+        num_threads=num_threads,
+        num_token_ids=spec.num_token_ids,
+    )
+
+
+def core_batch(batch: StepBatch, rows: bytearray) -> Batch:
+    """The core's view of a step. It points to the arrays of `batch`, which must outlive it."""
+    return Batch(
+        len(batch.token_ids),
+        len(batch.context_lens),
+        batch.block_tables.shape[1],
+        len(batch.targets),
+        len(batch.block_copies),
+        0,
+        address_of(batch.token_ids),
+        address_of(batch.positions),
+        address_of(batch.slot_mapping),
+        address_of(batch.query_starts),
+        address_of(batch.context_lens),
+        address_of(batch.block_tables),
+        address_of(batch.logit_rows),
+        address_of(batch.block_copies),
+        addressof(c_char.from_buffer(rows)) if rows else None,
+    )
+
+
+def can_share(donor: NativeExecutor, spec: ExecutorSpec, core: Library) -> bool:
+    """Whether the donor still has packed weights, and they are what `spec` asks for."""
+    theirs = donor.spec
+    is_ready = donor.library is core and donor.is_open
+    return is_ready and (theirs.model, theirs.dtype, theirs.quantization) == (
+        spec.model,
+        spec.dtype,
+        spec.quantization,
+    )
+
+
+def put_weights(core: Library, handle: int, tensors: Iterable[WeightTensor]) -> None:
+    """Pack the tensors one at a time: the checkpoint is never held beside the packed weights."""
+    for tensor in tensors:
+        data = np.ascontiguousarray(tensor.data)
+        rows, cols = data.shape if data.ndim == 2 else (1, data.size)
+        core.check(
+            core.call.ns_put,
+            handle,
+            tensor.name.encode(),
+            address_of(data),
+            library.STORED[tensor.dtype],
+            rows,
+            cols,
+        )
+    core.check(core.call.ns_ready, handle)
+
+
+def address_of(values: NDArray[np.generic]) -> int:
+    """Where an array's values lie. The caller keeps the array alive while the address is used."""
+    interface = values.__array_interface__
+    assert interface["strides"] is None, "the core reads arrays without gaps"
+    address: int = interface["data"][0]
+    return address
+
+
+class RowEncoder:
+    """Rows of a step as the core reads them, and whatever their pointers point to.
+
+    Most rows carry nothing but numbers, the same at every step: these are made once per
+    `SamplingParams` and copied.
+    """
+
+    def __init__(self) -> None:
+        self.wants_top = False
+        self._plain: dict[int, tuple[SamplingParams, bytes]] = {}
+        self._kept: list[array[int] | array[float]] = []
+
+    def encode(
+        self, sampling: Sequence[RowSampling], targets: Int32, draws: NDArray[np.float64]
+    ) -> bytearray:
+        """[R] rows of the step, end to end; valid, like `wants_top`, until the next call."""
+        self.wants_top = False
+        self._kept.clear()
+        encoded = bytearray().join(map(self._encode_row, sampling))
+        rows = np.frombuffer(encoded, dtype=ROW)
+        rows["draw"] = draws
+        rows["target"] = targets
+        return encoded
+
+    def _encode_row(self, sampling: RowSampling) -> bytes:
+        params = sampling.params
+        plain = self._plain_row(params)
+        penalises = (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+        scores = sampling.num_logprobs is not None
+        if not (penalises or scores or sampling.masked_token_ids or params.logit_bias):
+            return plain
+        row = Row.from_buffer_copy(plain)
+        if sampling.num_logprobs is not None:
+            row.num_logprobs = sampling.num_logprobs
+            self.wants_top |= sampling.num_logprobs > 0
+        if penalises:
+            row.prompt, row.num_prompt = self._keep(array("i", sampling.prompt_token_ids))
+            row.output, row.num_output = self._keep(array("i", sampling.output_token_ids))
+        row.bias_ids, row.num_biases = self._keep(array("i", params.logit_bias))
+        row.biases, _ = self._keep(array("d", params.logit_bias.values()))
+        row.masked, row.num_masked = self._keep(array("i", sampling.masked_token_ids))
+        return bytes(row)
+
+    def _plain_row(self, params: SamplingParams) -> bytes:
+        """The numbers of `params`. Holding on to them keeps their `id` from being used again."""
+        known = self._plain.get(id(params))
+        if known is None:
+            if len(self._plain) >= _MAX_PLAIN_ROWS:
+                self._plain.clear()
+            known = self._plain[id(params)] = (params, plain_row(params))
+        return known[1]
+
+    def _keep(self, values: array[int] | array[float]) -> tuple[int, int]:
+        """Address and number of values, kept until the next step."""
+        self._kept.append(values)
+        return values.buffer_info()
+
+
+def plain_row(params: SamplingParams) -> bytes:
+    """A row that has numbers only. A `top_k` beyond any vocabulary keeps everything, so is off."""
+    top_k = params.top_k if params.top_k is not None and params.top_k < 2**31 else _NO_TOP_K
+    return bytes(
+        Row(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            top_k=top_k,
+            num_logprobs=_NO_LOGPROBS,
+        )
+    )
+
+
+class Answer:
+    """Where the core writes the tokens of R rows, and the alternatives of those that want some."""
+
+    def __init__(self, num_rows: int, *, wants_top: bool) -> None:
+        # One allocation, the widest first so that each part is aligned.
+        self._bytes = np.empty(13 * num_rows, dtype=np.uint8)
+        self.logprobs = self._bytes[: 8 * num_rows].view(np.float64)
+        self.token_ids = self._bytes[8 * num_rows : 12 * num_rows].view(np.int32)
+        self.finite = self._bytes[12 * num_rows :].view(np.bool_)
+        shape = (num_rows if wants_top else 0, MAX_TOP_LOGPROBS)
+        self._top_ids: Int32 = np.empty(shape, dtype=np.int32)
+        self._top_logprobs = np.empty(shape, dtype=np.float64)
+
+    def result(self, logits: NDArray[np.float32] | None = None) -> Result:
+        """The core's view of it; `logits` [R, V] takes the raw rows, if they are wanted."""
+        num_rows, start = len(self.finite), address_of(self._bytes)
+        has_top = len(self._top_ids) > 0
+        return Result(
+            start + 8 * num_rows,
+            start,
+            start + 12 * num_rows,
+            address_of(self._top_ids) if has_top else None,
+            address_of(self._top_logprobs) if has_top else None,
+            None if logits is None else address_of(logits),
+        )
+
+    def read(self, sampling: Sequence[RowSampling], vocab_size: int) -> StepResult:
+        """What was written. No alternatives for a row that asked for none or is not finite."""
+        top: tuple[tuple[tuple[int, float], ...], ...] = ((),) * len(self.finite)
+        if len(self._top_ids):
+            wanted = [min(row.num_logprobs or 0, vocab_size) for row in sampling]
+            rows = zip(self._top_ids, self._top_logprobs, wanted, self.finite.tolist(), strict=True)
+            top = tuple(
+                tuple(zip(ids[:num].tolist(), logprobs[:num].tolist(), strict=True)) if ok else ()
+                for ids, logprobs, num, ok in rows
+            )
+        return StepResult(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            top_logprobs=top,
+            finite=self.finite,
+        )
