@@ -464,6 +464,11 @@ def test_auto_is_native_on_a_cpu() -> None:
     assert Engine(config_of()).describe()["executor"] == "native"
 
 
+def test_a_record_says_how_the_weights_were_quantised() -> None:
+    assert Engine(config_of(quantization="int4")).describe()["quantization"] == "int4"
+    assert "quantization" not in Engine(config_of()).describe()
+
+
 @pytest.mark.usefixtures("not_built")
 def test_without_the_core_auto_is_eager_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

@@ -137,6 +137,7 @@ class NativeExecutor:
             "executor": "native",
             "kernels": f"C++ {self.library.isa}",
             "threads": str(self.num_threads),
+            **({"quantization": self.spec.quantization} if self.spec.quantization else {}),
         }
 
     def poison(self, blocks: list[int]) -> None:
