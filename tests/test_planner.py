@@ -17,6 +17,7 @@ from nanoserve.planner.model import (
     StepShape,
     kv_bytes_per_token,
     num_parameters,
+    read_weight_bytes,
     step_bytes,
     step_flops,
     weight_bytes,
@@ -101,6 +102,21 @@ def test_step_bytes_leave_out_the_embedding_where_the_head_is_its_own() -> None:
     untied = replace(SMALL, tie_word_embeddings=False)
     step = StepShape(context=1)
     assert step_bytes(untied, step, dtype="float32") == step_bytes(SMALL, step, dtype="float32")
+
+
+@pytest.mark.parametrize("weights,bits", [("int8", 8), ("int8-weight-only", 8), ("int4", 4.5)])
+def test_quantised_weights_are_read_as_they_are_stored(weights: str, bits: float) -> None:
+    """By hand on the 124M shape: 123,532,032 weights in matrices, 133,201 output channels."""
+    assert num_parameters(SMALL) == 124_439_808
+    matrices = 12 * 12 * 768 * 768 + 50257 * 768
+    channels = 12 * (5 * 768 + 3072) + 50257
+    rest = 124_439_808 - 1024 * 768 - matrices
+    scales = 0 if weights == "int4" else 4 * channels
+    assert read_weight_bytes(SMALL, weights) == matrices * bits / 8 + scales + 4 * rest
+    assert read_weight_bytes(SMALL, "float32") == 4 * (124_439_808 - 1024 * 768)
+    step = StepShape(context=100)
+    moved = step_bytes(SMALL, step, dtype=weights, kv_dtype="int8")
+    assert moved == read_weight_bytes(SMALL, weights) + 101 * 19_008
 
 
 def test_step_bytes_of_a_batch_read_the_weights_once() -> None:

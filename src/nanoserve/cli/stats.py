@@ -163,8 +163,9 @@ def describe_bandwidth(
             "read bandwidth: this machine was never measured; `nanoserve bench ceilings "
             f"--device {spec.device}` does it once"
         )
+    weights = spec.quantization or spec.dtype
     num_bytes = sum(
-        step_bytes(spec.model, mean_shape(rows), dtype=spec.dtype, kv_dtype=spec.cache_dtype)
+        step_bytes(spec.model, mean_shape(rows), dtype=weights, kv_dtype=spec.cache_dtype)
         for rows in decoding.values()
     )
     step_s = sum(steps[n].ended_s - steps[n].started_s for n in decoding)

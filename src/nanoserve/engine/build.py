@@ -303,7 +303,8 @@ def automatic_budget(spec: ExecutorSpec, max_num_seqs: int) -> int:
         logger.info("token budget of a step: %d, as measured on this machine", budget)
         return budget
     ceilings = load_cached_ceilings(spec.device, spec.threads)
-    if ceilings is None or spec.dtype not in ceilings.matmul_flops_per_s:
+    # How fast quantised weights are multiplied with is no ceiling that is measured.
+    if ceilings is None or (spec.quantization or spec.dtype) not in ceilings.matmul_flops_per_s:
         return DEFAULT_BATCHED_TOKENS
     step_time = predicted_step_time(
         ceilings,

@@ -6,11 +6,18 @@ reports call these functions and none of them multiplies on its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nanoserve.config import DTYPE_BYTES, ModelConfig
 
 INT8_SCALE_BYTES = 2
+
+QUANTIZED_BITS: dict[str, float] = {"int8": 8, "int8-weight-only": 8, "int4": 4.5}
+"""Bits of one weight of a matrix; int4 counts its float16 scale for each group of 32."""
+
+CHANNEL_SCALE_BYTES = {"int8": 4, "int8-weight-only": 4, "int4": 0}
+"""Bytes beside the weights for each output channel."""
 
 
 def num_block_parameters(model: ModelConfig) -> int:
@@ -33,6 +40,36 @@ def dtype_bytes(dtype: str) -> int:
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return DTYPE_BYTES[dtype]
+
+
+def num_matrix_parameters(model: ModelConfig) -> int:
+    """Weights that a step multiplies with, the head included: what --quantization is about."""
+    width, inner = model.n_embd, model.n_inner
+    block = 4 * width * width + 2 * width * inner
+    return model.n_layer * block + model.vocab_size * width
+
+
+def num_output_channels(model: ModelConfig) -> int:
+    """Rows of results over all those matrices."""
+    return model.n_layer * (5 * model.n_embd + model.n_inner) + model.vocab_size
+
+
+def read_weight_bytes(model: ModelConfig, weights: str) -> int:
+    """Bytes of weights that a step must read, each once; `weights` is a dtype or a quantisation.
+
+    `wte` counts once where it is the head, and not where the head is its own; `wpe` does not (one
+    row of it is read per token). Quantised matrices keep biases and LayerNorms in float32.
+    """
+    skipped = model.n_positions * model.n_embd
+    if not model.tie_word_embeddings:
+        skipped += model.vocab_size * model.n_embd
+    num_read = num_parameters(model) - skipped
+    if weights not in QUANTIZED_BITS:
+        return num_read * dtype_bytes(weights)
+    num_quantized = num_matrix_parameters(model)
+    scales = CHANNEL_SCALE_BYTES[weights] * num_output_channels(model)
+    packed = math.ceil(num_quantized * QUANTIZED_BITS[weights] / 8)
+    return packed + scales + (num_read - num_quantized) * dtype_bytes("float32")
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
@@ -71,13 +108,9 @@ def step_bytes(
 ) -> int:
     """Bytes a step must move: weights once, K and V of its context read, of its new tokens written.
 
-    Of the embeddings, `wte` counts once where it is the head, and not where the head is its own;
-    `wpe` does not (one row of it is read per token).
+    `dtype` may be a quantisation; then `kv_dtype` has to be given. See `read_weight_bytes`.
     """
-    skipped = model.n_positions * model.n_embd
-    if not model.tie_word_embeddings:
-        skipped += model.vocab_size * model.n_embd
-    weights = (num_parameters(model) - skipped) * dtype_bytes(dtype)
+    weights = read_weight_bytes(model, dtype)
     tokens = step.num_seqs * (step.context + step.num_new)
     return weights + tokens * kv_bytes_per_token(model, kv_dtype or dtype)
 
