@@ -35,12 +35,16 @@ def test_every_instruction_set_gives_the_same_bits(
     assert runner.run(test, isas, tmp_path)
 
 
+SANITIZED = [(test, "address,undefined") for test in ("core", "attention", "quantised", "step")]
+SANITIZED += [(test, "thread") for test in ("core", "step")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitize", ["address,undefined", "thread"])
-def test_sanitizers_find_nothing(runner: ModuleType, sanitize: str, tmp_path: Path) -> None:
-    strongest = runner.machine_isas()[-1:]
-    for test in ("core", "step"):
-        assert runner.run(test, strongest, tmp_path, sanitize)
+@pytest.mark.parametrize("test,sanitize", SANITIZED)
+def test_sanitizers_find_nothing(
+    runner: ModuleType, test: str, sanitize: str, tmp_path: Path
+) -> None:
+    assert runner.run(test, runner.machine_isas()[-1:], tmp_path, sanitize)
 
 
 def test_every_cpp_test_is_run(runner: ModuleType) -> None:
