@@ -38,9 +38,10 @@ test: $(INSTALLED) ## Run the tests that take seconds: same tokens whatever the 
 clients: $(CLIENTS_INSTALLED) ## Drive a real server with other people's clients, whose word on an API is the last.
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest -m clients $(ARGS)
 
-native: $(INSTALLED) ## Run the C++ tests on every instruction set here, then under ASan and UBSan, which tests in Python cannot see.
+native: $(INSTALLED) ## Run the C++ tests on every instruction set here, then under sanitizers, which tests in Python cannot see.
 	$(BIN)/python tests/native/run.py
 	$(BIN)/python tests/native/run.py --sanitize address,undefined
+	$(BIN)/python tests/native/run.py --sanitize thread core step
 
 check: lint type test ## Do what must be green before a commit, in the order that fails soonest.
 

@@ -160,11 +160,9 @@ def test_on_the_124m_shape_the_cached_text_is_the_naive_one() -> None:
     """In a thousand choices of random weights one is often too close to prove anything: then the
     next seed's text is taken, until one is not. Every text's tokens and logits are compared.
     """
-    engine = Engine(engine_config(model="gpt2", load_format="dummy", device="cpu", max_num_seqs=1))
-    naive = Engine(
-        engine_config(model="gpt2", load_format="dummy", device="cpu", kv_layout="recompute"),
-        donor=engine,
-    )
+    shape = {"model": "gpt2", "load_format": "dummy", "device": "cpu", "executor": "eager"}
+    engine = Engine(engine_config(**shape, max_num_seqs=1))
+    naive = Engine(engine_config(**shape, kv_layout="recompute"), donor=engine)
     assert len(set(LENGTHS_124M)) == 24
     for seed in SEEDS_124M:
         error, margin = error_on_the_124m_shape(engine, naive, seed)

@@ -91,7 +91,7 @@ CACHED = [(layout, n) for layout in ("contiguous", "slots", "paged") for n in (1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout,num_prompts", [("recompute", 1), ("recompute", 2), *CACHED])
+@pytest.mark.parametrize("layout,num_prompts", [("recompute", 1), *CACHED])
 def test_every_layout_and_batch_size_gives_the_same_text(layout: str, num_prompts: int) -> None:
     """Naive too: it recomputes the whole text for every token of the window."""
     engine = mini_engine(kv_layout=layout, max_num_batched_tokens=1024 * num_prompts)
@@ -106,11 +106,12 @@ def test_token_by_token_it_is_the_same_text() -> None:
 
 
 @pytest.mark.slow
-def test_the_textbook_loops_agree_over_the_whole_window() -> None:
+def test_the_textbook_loops_agree_to_the_end_of_the_window() -> None:
     """Their text does go in circles; the tests above say that the model under them is right."""
     executor = mini().engine.executor
     assert isinstance(executor, EagerExecutor)
-    prompt = mini().tokenizer.encode_prompt(PROMPTS[0])
+    begun = together()[0]  # the last 200 tokens are the dearest, and positions end among them
+    prompt = [*begun.prompt_token_ids, *tokens_of(begun)][:824]
     room = 1024 - len(prompt)
     naive = generate.naive(executor.model, prompt, room)
     assert generate.cached(executor.model, prompt, room) == naive

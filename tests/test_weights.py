@@ -703,7 +703,7 @@ def test_greedy_text_of_a_small_dummy_stays_varied(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 def test_greedy_text_of_the_dummy_gpt2_stays_varied(seed: int) -> None:
     checkpoint = find("gpt2", load_format="dummy")
     model = with_weights(GPT2Config(), dummy_weights(load_model_config(checkpoint), seed))

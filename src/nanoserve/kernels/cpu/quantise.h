@@ -96,8 +96,11 @@ void prepare_quantised(const float* x, int K, uint8_t* row) {
     const I32 first = to_int(low * splat(steps)), second = to_int(high * splat(steps));
     store_i8(group->values, first);
     store_i8(group->values + kLanes, second);
-    // Sums of 32 bytes are small integers: exact as floats, in any order.
-    group->bias = -kZeroPoint * static_cast<int32_t>(reduce_add(to_float(first + second)));
+    // Sums of 32 bytes are small integers: exact as floats, in any order. The limits bind in a row
+    // that is not finite only: its integers mean nothing (its scale is NaN), but must not overflow.
+    const float sum = reduce_add(to_float(first + second));
+    const float limit = kGroup * kMaxInt8;
+    group->bias = -kZeroPoint * static_cast<int32_t>(std::min(std::max(sum, -limit), limit));
     group->scale = largest / kMaxInt8 + nothing_or_nan;
   }
 }
