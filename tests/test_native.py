@@ -598,3 +598,19 @@ def test_importing_it_writes_nothing() -> None:
         "import nanoserve.engine.native\nimport nanoserve.kernels.cpu.library as l; l.load()"
     )
     assert {path: path.stat().st_mtime_ns for path in library.FOLDER.rglob("*.so")} == before
+
+
+def test_a_seeded_text_is_the_same_alone_and_among_31_others() -> None:
+    """Drawn from all ids, so that a last bit of a logit could tip a draw: it did, on PyTorch's."""
+    llm = LLM("mini", device="cpu", executor="native", max_num_seqs=32)
+    params = [
+        SamplingParams(seed=seed, max_tokens=24, temperature=1.0, ignore_eos=True)
+        for seed in range(60, 92)
+    ]
+    prompt = llm.tokenizer.encode_prompt("Once upon a time")
+    alone = [tokens_of(llm.generate([prompt], each)[0]) for each in params]
+    for number, each in enumerate(params):
+        llm.engine.add(str(number), prompt, each)
+    among = outputs_of(drain(llm.engine))
+    assert [tokens_of(among[str(number)]) for number in range(32)] == alone
+    assert len(set(map(tuple, alone))) == 32
