@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shlex
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,16 +22,6 @@ from setuptools.errors import CompileError
 SOURCES = Path("src/nanoserve/kernels/cpu")
 PACKAGE = "nanoserve.kernels.cpu"
 RECIPE: dict[str, Any] = runpy.run_path(str(SOURCES / "recipe.py"))
-
-
-def compiler() -> list[str]:
-    """$CXX, or the first C++ compiler there is. Raises CompileError if there is none."""
-    if named := os.environ.get("CXX"):
-        return shlex.split(named)
-    for name in ("g++", "c++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    raise CompileError("no C++ compiler (g++, c++ or clang++; CXX names another)")
 
 
 class BuildNative(build_ext):
@@ -49,10 +37,9 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         output = Path(self.get_ext_fullpath(ext.name))
-        output.parent.mkdir(parents=True, exist_ok=True)
         isa = output.stem.removeprefix("libns_")
         try:
-            subprocess.run(RECIPE["command"](isa, output, compiler=compiler()), check=True)
+            RECIPE["compile_library"](isa, output)
         except (OSError, subprocess.CalledProcessError) as error:
             raise CompileError(f"the native core for {isa} was not compiled: {error}") from error
 

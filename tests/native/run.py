@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -63,8 +61,7 @@ def build(test: str, isa: str, folder: Path, sanitize: str = "") -> Path:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-g", "-O1"]
     binary = folder / f"test_{test}_{isa}"
     sources = [FOLDER / f"test_{test}.cpp", *(CPU / name for name in SOURCES[test])]
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    subprocess.run([*compiler, *flags, "-o", binary, *sources], check=True)
+    subprocess.run([*recipe.compiler(), *flags, "-o", binary, *sources], check=True)
     return binary
 
 

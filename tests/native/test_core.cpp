@@ -383,6 +383,15 @@ void test_each_chunk_once() {
   }
 }
 
+// More chunks than the words that are fought over can count.
+void test_a_job_of_millions() {
+  Pool pool(2);
+  constexpr int kChunks = 2 * Pool::kMaxChunks + 3;
+  std::vector<uint8_t> calls(kChunks, 0);
+  pool.run(kChunks, [&](int chunk, int) { ++calls[chunk]; });
+  CHECK(std::count(calls.begin(), calls.end(), 1) == kChunks, "a chunk ran never, or twice");
+}
+
 // Whoever holds a slow chunk must not keep the others waiting, and sleeping threads must wake: the
 // first chunk returns only once all the rest did, half of which belonged to the same thread.
 void test_stealing_and_sleeping() {
@@ -438,6 +447,7 @@ int main() {
   test_activations();
   test_nan_comes_through();
   test_each_chunk_once();
+  test_a_job_of_millions();
   test_stealing_and_sleeping();
 #if !defined(__SANITIZE_THREAD__)  // which cannot follow threads into a forked child
   test_fork();

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -95,8 +96,7 @@ class Engine {
     config.tile_rows = choice.tile_rows;
     std::vector<float> scales(static_cast<size_t>(shape.layers),
                               1.0f / std::sqrt(static_cast<float>(shape.width / shape.heads)));
-    model_ = ns_open(&config, scales.data(), error_, sizeof error_);
-    CHECK(model_, "ns_open: %s", error_);
+    must(ns_open(&config, scales.data(), &model_, error_, sizeof error_));
     for (const auto& tensor : Weights(shape).tensors)
       must(ns_put(model_, tensor.name.c_str(), tensor.values.data(), NS_FLOAT32, tensor.rows,
                   tensor.cols, error_, sizeof error_));
@@ -349,10 +349,12 @@ void test_weights_are_strict(const Shape& shape) {
   NsConfig config{};
   char error[256] = "";
   const std::vector<float> scales(16, 1.0f);
-  CHECK(!ns_open(&config, scales.data(), error, sizeof error) && error[0], "an empty config");
+  NsModel* model = nullptr;
+  const int status = ns_open(&config, scales.data(), &model, error, sizeof error);
+  CHECK(status == NS_INVALID && !model && error[0], "an empty config");
   config = {shape.vocab, shape.positions, shape.width, 1, shape.heads, shape.inner, NS_RELU, 1,
             1e-5f, NS_W_FLOAT32, NS_FLOAT32, 16, 4, 1, shape.vocab, 0};
-  NsModel* model = ns_open(&config, scales.data(), error, sizeof error);
+  CHECK(ns_open(&config, scales.data(), &model, error, sizeof error) == NS_OK, "%s", error);
   const std::vector<float> values(static_cast<size_t>(shape.vocab) * shape.width);
   CHECK(ns_ready(model, error, sizeof error) == NS_INVALID, "nothing came");
   CHECK(ns_put(model, "h.1.ln_1.bias", values.data(), 0, 1, shape.width, error, sizeof error),
@@ -367,6 +369,43 @@ void test_weights_are_strict(const Shape& shape) {
   NsResult result{};
   CHECK(ns_step(model, &batch, &result, error, sizeof error) == NS_INVALID, "a step too early");
   ns_close(model);
+}
+
+// A handle outlives its model: whoever comes late is refused and reads no freed memory.
+void test_closed(const Shape& shape) {
+  NsConfig config{shape.vocab, shape.positions, shape.width, 1, shape.heads, shape.inner, NS_RELU,
+                  1, 1e-5f, NS_W_FLOAT32, NS_FLOAT32, 16, 4, 2, shape.vocab, 0};
+  char error[256] = "";
+  const float scale = 1.0f;
+  NsModel *model = nullptr, *heir = nullptr;
+  CHECK(ns_open(&config, &scale, &model, error, sizeof error) == NS_OK, "%s", error);
+  ns_close(model);
+  ns_close(model);
+  const NsBatch batch{};
+  NsResult result{};
+  const int32_t block = 0;
+  ns_poison(model, &block, 1);
+  CHECK(ns_step(model, &batch, &result, error, sizeof error) == NS_INVALID, "a step");
+  CHECK(std::strstr(error, "closed"), "%s", error);
+  CHECK(ns_share(model, &config, &scale, &heir, error, sizeof error) == NS_INVALID && !heir,
+        "an heir");
+  CHECK(ns_weights_bytes(model) + ns_cache_bytes(model) + ns_scratch_bytes(model) == 0, "bytes");
+}
+
+// More than there is address space for: refused with the number of bytes, and nothing lost.
+void test_no_memory(const Shape& shape) {
+  NsConfig config{shape.vocab, shape.positions, shape.width, 1, shape.heads, shape.inner, NS_RELU,
+                  1, 1e-5f, NS_W_FLOAT32, NS_FLOAT32, 1 << 20, 2047, 1, shape.vocab, 0};
+  char error[256] = "";
+  const std::vector<float> scales(1 << 12, 1.0f);
+  NsModel* model = nullptr;
+  config.n_layer = 1 << 12;
+  CHECK(ns_open(&config, scales.data(), &model, error, sizeof error) == NS_NO_MEMORY, "%s", error);
+  CHECK(std::strstr(error, "bytes left for the KV cache") && !model, "%s", error);
+  config.n_layer = 1;
+  config.num_blocks = 1 << 12;  // more positions than a slot's number can tell apart
+  CHECK(ns_open(&config, scales.data(), &model, error, sizeof error) == NS_INVALID, "%s", error);
+  CHECK(std::strstr(error, "2147483647"), "%s", error);
 }
 
 }  // namespace
@@ -391,6 +430,8 @@ int main() {
   compare("one slice after another", Choice{}, chunked(engine, longer.positions, 100), reference);
   test_refusals(shapes[1]);
   test_weights_are_strict(shapes[1]);
+  test_closed(shapes[1]);
+  test_no_memory(shapes[1]);
   std::printf("%s: %d failures\n", ns_isa(), failures());
   std::printf("step digest %016llx\n", digest.value());
   return failures() != 0;

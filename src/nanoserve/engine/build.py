@@ -21,6 +21,7 @@ from nanoserve.model.generation import eos_token_ids, load_tokenizer
 from nanoserve.model.hub import Checkpoint, find
 from nanoserve.model.weights import WeightTensor, dummy_weights, load_model_config, load_weights
 from nanoserve.planner.budget import auto_budget, predicted_step_time
+from nanoserve.planner.hardware import memory_bytes
 from nanoserve.planner.measured import budget_key, load_budget, load_cached_ceilings
 from nanoserve.planner.model import kv_bytes_per_token
 from nanoserve.scheduling.scheduler import Scheduler
@@ -32,6 +33,10 @@ PORTABLE = "portable"
 DEFAULT_BATCHED_TOKENS = 128
 """Token budget of a step where the machine was never measured: small enough that a prompt's chunk
 does not hold up the other streams for long on a slow CPU, large enough for its matrices."""
+
+
+MAX_POSITIONS = 2**31 - 1
+"""Of a cache, its scratch block included: a step's arrays are int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +146,13 @@ def resolve_executor(config: EngineConfig, device: str, dtype: str) -> Backend:
     Raises ValueError, naming the obstacle and what removes it, for an executor asked for by name
     that cannot run, and where none can.
     """
-    native, eager = native_obstacle(config, device, dtype), eager_obstacle(config)
+    native = None if config.executor == "eager" else native_obstacle(config, device, dtype)
+    eager = eager_obstacle(config)
     if config.executor == "native" or (config.executor == "auto" and native is None):
         if native is not None:
             raise ValueError(f"--executor native: {native}")
-        if config.executor == "auto" and eager is None and library.choose() == PORTABLE:
+        is_slow = library.choose() == PORTABLE and library.named() is None
+        if config.executor == "auto" and eager is None and is_slow:
             return fall_back("its portable path, all that this machine runs, is slower")
         return "native"
     if eager is not None:
@@ -161,7 +168,7 @@ def native_obstacle(config: EngineConfig, device: str, dtype: str) -> str | None
     if dtype == "float16":
         return "it has no float16 weights (--dtype float32 or bfloat16)"
     try:
-        library.choose()
+        library.load()
     except library.UnavailableError as error:
         return str(error)
     return None
@@ -216,13 +223,21 @@ def resolve_num_blocks(
     max_model_len: int,
     device: str,
 ) -> int:
-    """Blocks of the pool: what was asked for, or what is needed within half of what is free."""
+    """Blocks of the pool: what was asked for, or what is needed within half of what is free.
+
+    Raises ValueError for less than one sequence needs, for more than the machine has, and for more
+    positions than a slot's number (int32) can tell apart.
+    """
     if block_size == 0:
         return 0
     block_bytes = block_size * kv_bytes_per_token(model, cache_dtype)
     blocks_per_sequence = -(-max_model_len // block_size)
     wanted = config.scheduler.max_num_seqs * blocks_per_sequence
     limit = config.cache.memory_bytes
+    if limit is not None and device == "cpu" and limit > memory_bytes():
+        raise ValueError(
+            f"--kv-cache-memory-bytes {limit} is more than this machine's memory, {memory_bytes()}"
+        )
     if limit is None and device == "cpu":
         limit = min(available_memory_bytes() // 2, wanted * block_bytes)
     num_blocks = wanted if limit is None else limit // block_bytes
@@ -230,6 +245,12 @@ def resolve_num_blocks(
         raise ValueError(
             f"the KV cache may take {limit} bytes, one sequence of {max_model_len} tokens needs "
             f"{blocks_per_sequence * block_bytes} (--kv-cache-memory-bytes, --max-model-len)"
+        )
+    if (num_blocks + 1) * block_size > MAX_POSITIONS:
+        raise ValueError(
+            f"the KV cache would hold {(num_blocks + 1) * block_size} positions, more than the "
+            f"{MAX_POSITIONS} that can be told apart (--block-size, --kv-cache-memory-bytes, "
+            "--max-num-seqs)"
         )
     return num_blocks
 

@@ -106,6 +106,7 @@ class NativeExecutor:
             )
         num_seqs, block_size = len(lengths), self.spec.max_model_len
         if num_seqs > self._num_private_blocks:
+            self._num_private_blocks = 0  # of a cache that there is no memory for
             self.library.check(self.library.call.ns_resize_cache, self.handle, block_size, num_seqs)
             self._num_private_blocks = num_seqs
         blocks = np.arange(num_seqs, dtype=np.int32)
@@ -151,26 +152,33 @@ class NativeExecutor:
 
 
 def core_config(spec: ExecutorSpec, num_threads: int) -> Config:
-    """The spec as the core wants it. `recompute` starts with one private block."""
+    """The spec as the core wants it. `recompute` starts with one private block.
+
+    Raises ValueError for a size that is no int32, which ctypes would cut.
+    """
     model = spec.model
     keeps = spec.layout != "recompute"
-    return Config(
-        vocab_size=model.vocab_size,
-        n_positions=model.n_positions,
-        n_embd=model.n_embd,
-        n_layer=model.n_layer,
-        n_head=model.n_head,
-        n_inner=model.n_inner,
-        activation=library.ACTIVATIONS[model.activation_function],
-        tie_word_embeddings=model.tie_word_embeddings,
-        layer_norm_epsilon=model.layer_norm_epsilon,
-        weights=library.WEIGHTS[spec.quantization or spec.dtype],
-        cache=library.STORED[spec.cache_dtype],
-        block_size=spec.block_size if keeps else spec.max_model_len,
-        num_blocks=spec.num_blocks + 1 if keeps else 1,
-        num_threads=num_threads,
-        num_token_ids=spec.num_token_ids,
-    )
+    values: dict[str, float] = {
+        "vocab_size": model.vocab_size,
+        "n_positions": model.n_positions,
+        "n_embd": model.n_embd,
+        "n_layer": model.n_layer,
+        "n_head": model.n_head,
+        "n_inner": model.n_inner,
+        "activation": library.ACTIVATIONS[model.activation_function],
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "layer_norm_epsilon": model.layer_norm_epsilon,
+        "weights": library.WEIGHTS[spec.quantization or spec.dtype],
+        "cache": library.STORED[spec.cache_dtype],
+        "block_size": spec.block_size if keeps else spec.max_model_len,
+        "num_blocks": spec.num_blocks + 1 if keeps else 1,
+        "num_threads": num_threads,
+        "num_token_ids": spec.num_token_ids,
+    }
+    for name, value in values.items():
+        if value >= 2**31:
+            raise ValueError(f"{name} must be below 2**31 on the native executor, got {value}")
+    return Config(**values)
 
 
 def core_batch(batch: StepBatch, rows: bytearray) -> Batch:

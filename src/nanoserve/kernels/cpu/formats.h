@@ -51,9 +51,4 @@ struct Format {
   void (*multiply)(const Tile& tile);
 };
 
-// The sampler's seam (sampler.h), called once per row of the result, rows in parallel, with
-// denormals on:
-//   void sample_row(const float* logits, int vocab_size, int num_token_ids, const NsRow& row,
-//                   int index, NsResult* result);
-
 }  // namespace ns

@@ -36,7 +36,8 @@ inline F32 int4_steps(F32 x, F32 inverse) {
 
 // Scales of one group of 16 columns `x` [K'][kPanel]: of some candidates, that with the smallest
 // squared error. Each maps the value of largest magnitude near the end of the range that has one
-// step more (-8), or near the other (7).
+// step more (-8), or near the other (7). Infinity, so that no answer is silently wrong, where a
+// weight is beyond what a float16 scale reaches.
 inline F32 int4_scales(const float* x, int K) {
   F32 lowest = zero(), highest = zero();
   for (int k = 0; k < K; ++k) {
@@ -44,7 +45,7 @@ inline F32 int4_scales(const float* x, int K) {
     highest = max(highest, load(x + k * kPanel));
   }
   const F32 extreme = select(less(highest, -lowest), lowest, highest);
-  F32 best = zero(), best_error = splat(3e38f);
+  F32 best = splat(std::numeric_limits<float>::infinity()), best_error = splat(3e38f);
   for (float divisor : {-8.0f, -8.6f, -9.3f, -7.5f, -10.2f, 7.0f, 7.5f, 8.1f}) {
     const F32 scale = round_to_half(extreme / splat(divisor));
     const Mask usable = less(splat(kTiny), abs(scale));

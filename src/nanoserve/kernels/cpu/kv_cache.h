@@ -71,7 +71,7 @@ struct Int8Kv {
 
 class KvCache {
  public:
-  // `dtype` is an NsDtype. Throws std::bad_alloc.
+  // `dtype` is an NsDtype; of no blocks, it holds nothing. Throws NoMemory.
   KvCache(int num_layers, int num_heads, int head_size, int block_size, int num_blocks, int dtype)
       : num_layers(num_layers), num_heads(num_heads), head_size(head_size),
         padded_head(round_up(head_size, kLanes)), block_size(block_size), num_blocks(num_blocks),
@@ -81,7 +81,8 @@ class KvCache {
     values_at_ = block_size * key_bytes;
     scales_at_ = values_at_ + block_size * padded_head * element;
     chunk_bytes_ = scales_at_ + (dtype == NS_INT8 ? 2 * sizeof(uint16_t) * block_size : 0);
-    memory_ = Memory(static_cast<size_t>(nbytes()));
+    memory_ = Memory(static_cast<size_t>(nbytes()),
+                     "the KV cache (--kv-cache-memory-bytes, --max-num-seqs, --max-model-len)");
   }
 
   int64_t nbytes() const {

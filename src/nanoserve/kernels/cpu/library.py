@@ -11,13 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar
 
 ISA_VARIABLE = "NANOSERVE_CPU_ISA"
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_TOP_LOGPROBS = 64
 FOLDER = Path(__file__).parent
 
@@ -112,8 +113,8 @@ class Result(ctypes.Structure):
 _WHY = (c_char_p, c_int32)  # where an error is written, and how much room there is
 
 _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
-    "ns_open": (c_void_p, (POINTER(Config), POINTER(c_float), *_WHY)),
-    "ns_share": (c_void_p, (c_void_p, POINTER(Config), POINTER(c_float), *_WHY)),
+    "ns_open": (c_int32, (POINTER(Config), POINTER(c_float), POINTER(c_void_p), *_WHY)),
+    "ns_share": (c_int32, (c_void_p, POINTER(Config), POINTER(c_float), POINTER(c_void_p), *_WHY)),
     "ns_put": (c_int32, (c_void_p, c_char_p, c_void_p, c_int32, c_int64, c_int64, *_WHY)),
     "ns_ready": (c_int32, (c_void_p, *_WHY)),
     "ns_step": (c_int32, (c_void_p, POINTER(Batch), POINTER(Result), *_WHY)),
@@ -162,18 +163,19 @@ class Library:
         raise RuntimeError(words) if status == _CACHE_FULL else ValueError(words)
 
     def open(self, config: Config, attention_scales: Sequence[float], donor: int | None) -> int:
-        """A model without weights, or over those of `donor`. Raises ValueError in the core's words.
+        """A model without weights, or over those of `donor`. Raises as `check` does.
 
-        What it gives is an address, to be closed once with `ns_close`.
+        What it gives is an address, to be closed with `ns_close`.
         """
         scales = (c_float * len(attention_scales))(*attention_scales)
-        why = ctypes.create_string_buffer(_ERROR_BYTES)
-        where = (ctypes.byref(config), scales, why, _ERROR_BYTES)
-        call = self.call
-        handle = call.ns_open(*where) if donor is None else call.ns_share(donor, *where)
-        if not handle:
-            raise ValueError(why.value.decode(errors="replace"))
-        return int(handle)
+        opened = c_void_p()
+        where = (ctypes.byref(config), scales, ctypes.byref(opened))
+        if donor is None:
+            self.check(self.call.ns_open, *where)
+        else:
+            self.check(self.call.ns_share, donor, *where)
+        assert opened.value is not None
+        return opened.value
 
 
 def path_of(isa: str) -> Path:
@@ -203,13 +205,17 @@ def available() -> tuple[str, ...]:
     )
 
 
+def named() -> str | None:
+    """What NANOSERVE_CPU_ISA says, which nobody checked yet."""
+    return os.environ.get(ISA_VARIABLE) or None
+
+
 def choose() -> str:
     """The instruction set to use: NANOSERVE_CPU_ISA, or the strongest.
 
     Raises UnavailableError where none was built or the one that was named cannot run.
     """
-    here = available()
-    wanted = os.environ.get(ISA_VARIABLE)
+    here, wanted = available(), named()
     if wanted and wanted not in CPU_FLAGS:
         raise UnavailableError(
             f"{ISA_VARIABLE} must be one of {', '.join(CPU_FLAGS)}, got {wanted!r}"
@@ -228,6 +234,21 @@ def choose() -> str:
     return wanted or here[-1]
 
 
+def check_whole(path: Path) -> None:
+    """Raise OSError for an ELF file that ends before its section table, which is written last.
+
+    The system's loader maps such a file and then kills the process (SIGBUS) as it reads the rest.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF\x02\x01"):
+        return  # of another format, or so short that the loader says it
+    (start,) = struct.unpack_from("<Q", header, 0x28)
+    size, number = struct.unpack_from("<HH", header, 0x3A)
+    if path.stat().st_size < start + size * number:
+        raise OSError(f"{path}: the file is cut short")
+
+
 def load(isa: str | None = None) -> Library:
     """The object of `isa`, None for `choose()`; loaded once. Raises UnavailableError."""
     return _load(isa or choose())
@@ -236,6 +257,7 @@ def load(isa: str | None = None) -> Library:
 @functools.cache
 def _load(isa: str) -> Library:
     try:
+        check_whole(path_of(isa))
         return Library(path_of(isa))
     except OSError as error:
         raise UnavailableError(f"the native core for {isa} cannot be loaded: {error}") from error

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <string>
 #include <utility>
 
 #include <sys/mman.h>
@@ -16,16 +17,27 @@ constexpr size_t align_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// One anonymous mapping, aligned to a huge page. Throws std::bad_alloc.
+// The system gave no memory, and which was wanted.
+class NoMemory : public std::bad_alloc {
+ public:
+  NoMemory(size_t bytes, const char* purpose)
+      : words_("the system has no " + std::to_string(bytes) + " bytes left for " + purpose) {}
+  const char* what() const noexcept override { return words_.c_str(); }
+
+ private:
+  std::string words_;
+};
+
+// One anonymous mapping, aligned to a huge page. Throws NoMemory.
 class Memory {
  public:
   Memory() = default;
-  explicit Memory(size_t bytes) : size_(bytes) {
+  explicit Memory(size_t bytes, const char* purpose = "this") : size_(bytes) {
     if (bytes == 0) return;
     mapped_bytes_ = align_up(bytes, kHugePage) + kHugePage;
     void* mapped = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | kNoReserve, -1, 0);
-    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    if (mapped == MAP_FAILED) throw NoMemory(bytes, purpose);
     mapped_ = mapped;
     data_ = reinterpret_cast<uint8_t*>(align_up(reinterpret_cast<uintptr_t>(mapped), kHugePage));
 #if defined(MADV_HUGEPAGE)
@@ -65,12 +77,14 @@ class Memory {
 };
 
 // Hands out consecutive pieces, 64-byte aligned; over no memory (nullptr) it only counts them.
+// Throws std::bad_alloc for more than can be counted.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<uint8_t*>(base)) {}
 
   template <class T>
   T* take(size_t count) {
+    if (count > (SIZE_MAX / 2 - used_) / sizeof(T)) throw std::bad_alloc();
     T* piece = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
     used_ += align_up(count * sizeof(T), 64);
     return piece;

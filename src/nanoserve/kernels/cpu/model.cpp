@@ -5,12 +5,8 @@
 #include <cstring>
 
 #include "gemm_float.h"
-#if __has_include("gemm_int8.h")
-#include "gemm_int8.h"
-#endif
-#if __has_include("gemm_int4.h")
 #include "gemm_int4.h"
-#endif
+#include "gemm_int8.h"
 
 namespace ns {
 namespace {
@@ -19,13 +15,9 @@ const Format& format_of(int32_t weights) {
   switch (weights) {
     case NS_W_FLOAT32: return kFloat32Format;
     case NS_W_BFLOAT16: return kBfloat16Format;
-#if __has_include("gemm_int8.h")
     case NS_W_INT8: return kInt8Format;
     case NS_W_INT8_ONLY: return kInt8OnlyFormat;
-#endif
-#if __has_include("gemm_int4.h")
     case NS_W_INT4: return kInt4Format;
-#endif
     default: throw std::invalid_argument("unknown weight format " + std::to_string(weights));
   }
 }
@@ -38,6 +30,9 @@ void require_positive(const char* name, int32_t value) {
   require(value >= 1, std::string(name) + " must be at least 1, got " + std::to_string(value));
 }
 
+// Three times a width, and a panel of so many inputs, are still an int.
+constexpr int32_t kMaxWidth = 1 << 24;
+
 void check(const NsConfig& config) {
   require_positive("vocab_size", config.vocab_size);
   require_positive("n_positions", config.n_positions);
@@ -47,16 +42,16 @@ void check(const NsConfig& config) {
   require_positive("n_inner", config.n_inner);
   require_positive("block_size", config.block_size);
   require_positive("num_blocks", config.num_blocks);
-  require_positive("num_threads", config.num_threads);
   require_positive("num_token_ids", config.num_token_ids);
   require(config.num_token_ids <= config.vocab_size, "num_token_ids exceeds vocab_size");
+  require(std::max(config.n_embd, config.n_inner) <= kMaxWidth,
+          "n_embd and n_inner must be at most " + std::to_string(kMaxWidth));
   require(config.n_embd % config.n_head == 0, "n_embd must be a multiple of n_head");
   require(config.activation >= NS_GELU_TANH && config.activation <= NS_TANH,
           "unknown activation " + std::to_string(config.activation));
   require(config.cache >= NS_FLOAT32 && config.cache <= NS_INT8,
           "unknown cache dtype " + std::to_string(config.cache));
   require(config.tile_rows >= 0, "tile_rows must be 0 (chosen) or more");
-  require(config.num_threads <= 1024, "num_threads must be at most 1024");
 }
 
 // `count` stored values as fp32.
@@ -80,7 +75,7 @@ Model::Model(const NsConfig& given, const float* scales, const Model* donor) : c
   layers.resize(config.n_layer);
   Arena counted(nullptr);
   lay_out(counted);
-  weights = donor ? donor->weights : std::make_shared<Memory>(counted.used());
+  weights = donor ? donor->weights : std::make_shared<Memory>(counted.used(), "the weights");
   destinations.clear();
   Arena arena(weights->data());
   lay_out(arena);
@@ -241,7 +236,20 @@ void Model::check_complete() const {
 void Model::resize_cache(int32_t block_size, int32_t num_blocks) {
   require_positive("block_size", block_size);
   require_positive("num_blocks", num_blocks);
-  cache.reset();  // first, so that two never stand side by side
+  require(static_cast<int64_t>(block_size) * num_blocks <= INT32_MAX,
+          "the KV cache would have " + std::to_string(num_blocks) + " blocks of " +
+              std::to_string(block_size) + " positions, at most " + std::to_string(INT32_MAX) +
+              " positions have a number");
+  const int64_t head_size = config.n_embd / config.n_head;
+  require(block_size * align_up(head_size, kLanes) <= INT32_MAX,
+          "a block of " + std::to_string(block_size) + " positions is too long for heads of " +
+              std::to_string(head_size) + " (--block-size, --max-model-len)");
+  replace_cache(block_size, 0);  // first, so that two never stand side by side
+  replace_cache(block_size, num_blocks);
+}
+
+// Where there is no memory for it the old one stays.
+void Model::replace_cache(int32_t block_size, int32_t num_blocks) {
   cache = std::make_unique<KvCache>(config.n_layer, config.n_head, config.n_embd / config.n_head,
                                     block_size, num_blocks, config.cache);
   config.block_size = block_size;
@@ -250,21 +258,18 @@ void Model::resize_cache(int32_t block_size, int32_t num_blocks) {
 
 void Model::set_threads(int32_t num_threads) {
   require(num_threads >= 1 && num_threads <= 1024,
-          "num_threads must be between 1 and 1024, got " + std::to_string(num_threads));
+          "threads (--threads) must be between 1 and 1024, got " + std::to_string(num_threads));
+  if (pool && pool->num_threads() == num_threads && !pool->belongs_to_another_process()) return;
+  auto started = std::make_unique<Pool>(num_threads);  // the old one stays where that fails
   abandon_foreign_threads();
-  if (pool && pool->num_threads() == num_threads) return;
-  pool.reset();
-  pool = std::make_unique<Pool>(num_threads);
+  pool = std::move(started);
   config.num_threads = num_threads;
   samplers.clear();
   buffers = Buffers();
 }
 
-void Model::make_threads_usable() {
-  if (!pool || !pool->belongs_to_another_process()) return;
-  abandon_foreign_threads();
-  pool = std::make_unique<Pool>(config.num_threads);
-}
+// What was forked in the middle of a step left scratch half-written, so that is new as well.
+void Model::make_threads_usable() { set_threads(config.num_threads); }
 
 // See Pool: in a child it can be neither used nor destroyed.
 void Model::abandon_foreign_threads() {

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -80,6 +79,7 @@ struct Model {
 
   void put(const char* name, const void* data, int32_t stored_dtype, int64_t rows, int64_t cols);
   void check_complete() const;  // throws std::invalid_argument naming what is missing
+  // Where the system has no memory for it, the cache is empty: a step is refused, not computed.
   void resize_cache(int32_t block_size, int32_t num_blocks);
   void set_threads(int32_t num_threads);
   void make_threads_usable();  // in a forked child, new ones
@@ -101,10 +101,10 @@ struct Model {
   std::unique_ptr<Pool> pool;
   std::vector<std::unique_ptr<Sampler>> samplers;  // one per thread
   Buffers buffers;
-  std::mutex mutex;  // calls take turns
 
  private:
   void borrow(const Model& donor);
+  void replace_cache(int32_t block_size, int32_t num_blocks);
   void lay_out(Arena& arena);
   void lay_out_linear(Arena& arena, const std::string& name, Linear& linear, int K, int N);
   void lay_out_norm(Arena& arena, const std::string& name, Norm& norm);

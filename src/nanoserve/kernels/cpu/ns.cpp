@@ -2,16 +2,45 @@
 #include "ns.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
+#include <memory>
+#include <mutex>
 #include <new>
+
+#include <unistd.h>
 
 #include "model.h"
 #include "simd.h"
 
+// What a handle points to. It outlives its model and is never freed (some hundred bytes), so that a
+// thread which comes late, or waited for its turn meanwhile, finds it closed and no garbage.
 struct NsModel {
-  ns::Model model;
+  explicit NsModel(std::unique_ptr<ns::Model> given)
+      : model(std::move(given)), process_(getpid()), next_(all.load()) {
+    while (!all.compare_exchange_weak(next_, this)) {
+    }
+  }
+
+  // A forked child inherits the lock as it stood, maybe held by a thread that stayed behind.
+  std::mutex& turns() {
+    const pid_t here = getpid();
+    if (process_.exchange(here) != here) new (&turns_) std::mutex;
+    return turns_;
+  }
+
+  std::unique_ptr<ns::Model> model;  // none once it is closed
+
+ private:
+  static std::atomic<NsModel*> all;  // still reachable, for tools that look for leaks
+
+  std::mutex turns_;
+  std::atomic<pid_t> process_;
+  NsModel* next_;
 };
+
+std::atomic<NsModel*> NsModel::all{nullptr};
 
 namespace {
 
@@ -31,6 +60,8 @@ int guarded(char* error, int32_t error_size, Call&& call) {
   try {
     call();
     return NS_OK;
+  } catch (const ns::NoMemory& refused) {
+    return fail(NS_NO_MEMORY, refused.what(), error, error_size);
   } catch (const std::bad_alloc&) {
     return fail(NS_NO_MEMORY, "the system has no memory left for this", error, error_size);
   } catch (const ns::CacheFull& refused) {
@@ -42,27 +73,37 @@ int guarded(char* error, int32_t error_size, Call&& call) {
 
 template <class Call>
 int guarded(NsModel* model, char* error, int32_t error_size, Call&& call) {
-  std::lock_guard<std::mutex> turn(model->model.mutex);
-  return guarded(error, error_size, [&] { call(model->model); });
+  std::lock_guard<std::mutex> turn(model->turns());
+  if (!model->model) return fail(NS_INVALID, "this model was closed", error, error_size);
+  return guarded(error, error_size, [&] { call(*model->model); });
+}
+
+// What `ask` gives of an open model, else 0.
+template <class Ask>
+int64_t bytes_of(NsModel* model, Ask&& ask) {
+  std::lock_guard<std::mutex> turn(model->turns());
+  return model->model ? ask(*model->model) : 0;
+}
+
+void open(const NsConfig& config, const float* attention_scales, const ns::Model* donor,
+          NsModel** opened) {
+  *opened = nullptr;
+  *opened = new NsModel(std::make_unique<ns::Model>(config, attention_scales, donor));
 }
 
 }  // namespace
 
 extern "C" {
 
-NS_EXPORT NsModel* ns_open(const NsConfig* config, const float* attention_scales, char* error,
-                           int32_t error_size) {
-  NsModel* opened = nullptr;
-  guarded(error, error_size, [&] { opened = new NsModel{{*config, attention_scales}}; });
-  return opened;
+NS_EXPORT int ns_open(const NsConfig* config, const float* attention_scales, NsModel** opened,
+                      char* error, int32_t error_size) {
+  return guarded(error, error_size, [&] { open(*config, attention_scales, nullptr, opened); });
 }
 
-NS_EXPORT NsModel* ns_share(NsModel* donor, const NsConfig* config, const float* attention_scales,
-                            char* error, int32_t error_size) {
-  NsModel* opened = nullptr;
-  guarded(donor, error, error_size,
-          [&](ns::Model& m) { opened = new NsModel{{*config, attention_scales, &m}}; });
-  return opened;
+NS_EXPORT int ns_share(NsModel* donor, const NsConfig* config, const float* attention_scales,
+                       NsModel** opened, char* error, int32_t error_size) {
+  return guarded(donor, error, error_size,
+                 [&](ns::Model& m) { open(*config, attention_scales, &m, opened); });
 }
 
 NS_EXPORT int ns_put(NsModel* model, const char* name, const void* data, int32_t stored_dtype,
@@ -93,17 +134,26 @@ NS_EXPORT int ns_set_threads(NsModel* model, int32_t num_threads, char* error,
 }
 
 NS_EXPORT void ns_poison(NsModel* model, const int32_t* blocks, int32_t num_blocks) {
-  std::lock_guard<std::mutex> turn(model->model.mutex);
-  for (int32_t i = 0; i < num_blocks; ++i)
-    if (blocks[i] >= 0 && blocks[i] < model->model.config.num_blocks)
-      model->model.cache->poison(blocks[i]);
+  guarded(model, nullptr, 0, [&](ns::Model& m) {
+    for (int32_t i = 0; i < num_blocks; ++i)
+      if (blocks[i] >= 0 && blocks[i] < m.config.num_blocks) m.cache->poison(blocks[i]);
+  });
 }
 
-NS_EXPORT void ns_close(NsModel* model) { delete model; }
+NS_EXPORT void ns_close(NsModel* model) {
+  std::lock_guard<std::mutex> turn(model->turns());
+  model->model.reset();
+}
 
-NS_EXPORT int64_t ns_weights_bytes(const NsModel* model) { return model->model.weights_bytes(); }
-NS_EXPORT int64_t ns_cache_bytes(const NsModel* model) { return model->model.cache->nbytes(); }
-NS_EXPORT int64_t ns_scratch_bytes(const NsModel* model) { return model->model.scratch_bytes(); }
+NS_EXPORT int64_t ns_weights_bytes(NsModel* model) {
+  return bytes_of(model, [](const ns::Model& m) { return m.weights_bytes(); });
+}
+NS_EXPORT int64_t ns_cache_bytes(NsModel* model) {
+  return bytes_of(model, [](const ns::Model& m) { return m.cache->nbytes(); });
+}
+NS_EXPORT int64_t ns_scratch_bytes(NsModel* model) {
+  return bytes_of(model, [](const ns::Model& m) { return m.scratch_bytes(); });
+}
 
 NS_EXPORT int ns_sample(const float* logits, int32_t vocab_size, int32_t num_token_ids,
                         const NsRow* row, NsResult* result) {

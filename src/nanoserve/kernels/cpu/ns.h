@@ -6,7 +6,9 @@
 // V vocabulary, R rows whose logits are needed, K and N (of a matrix) inputs and outputs.
 //
 // Every function that can fail returns NS_OK or an NsStatus and writes a sentence into `error`.
-// A model may be used from any thread, one call at a time: calls on one model take turns.
+// A model may be used from any thread: calls on one model take turns. A forked child may use it
+// too, whatever the parent's threads were at. After ns_close a handle stays valid, and every call
+// is refused or does nothing.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +17,7 @@
 extern "C" {
 #endif
 
-#define NS_ABI_VERSION 2
+#define NS_ABI_VERSION 3
 #define NS_MAX_TOP_LOGPROBS 64
 
 enum NsStatus { NS_OK = 0, NS_INVALID = 1, NS_NO_MEMORY = 2, NS_CACHE_FULL = 3 };
@@ -56,14 +58,14 @@ typedef struct {
 
 typedef struct NsModel NsModel;
 
-// `attention_scales` [L]: what q.k is multiplied by in each layer. NULL on error.
-NsModel* ns_open(const NsConfig* config, const float* attention_scales, char* error,
-                 int32_t error_size);
+// `attention_scales` [L]: what q.k is multiplied by in each layer. `opened` is NULL on error.
+int ns_open(const NsConfig* config, const float* attention_scales, NsModel** opened, char* error,
+            int32_t error_size);
 
 // As ns_open, over the complete weights of `donor`, which live as long as one of the two does.
 // Shape and weight format must be the donor's; cache, threads and the rest are the new model's own.
-NsModel* ns_share(NsModel* donor, const NsConfig* config, const float* attention_scales,
-                  char* error, int32_t error_size);
+int ns_share(NsModel* donor, const NsConfig* config, const float* attention_scales,
+             NsModel** opened, char* error, int32_t error_size);
 
 // One tensor under GPT-2's own name without "transformer." ("h.0.attn.c_attn.weight"): C-contiguous
 // [rows][cols], a vector being [1][cols]. Converted and packed at once; the caller may free `data`.
@@ -118,7 +120,8 @@ typedef struct {
 int ns_step(NsModel* model, const NsBatch* batch, NsResult* result, char* error,
             int32_t error_size);
 
-// A new, empty cache in place of the old one; for the recompute layout, which keeps nothing.
+// A new, empty cache in place of the old one; for the recompute layout, which keeps nothing. After
+// NS_NO_MEMORY the cache has no room at all until this succeeds.
 int ns_resize_cache(NsModel* model, int32_t block_size, int32_t num_blocks, char* error,
                     int32_t error_size);
 
@@ -128,11 +131,13 @@ int ns_set_threads(NsModel* model, int32_t num_threads, char* error, int32_t err
 // Fill blocks with NaN, for tests: whoever reads a freed block then cannot hide it.
 void ns_poison(NsModel* model, const int32_t* blocks, int32_t num_blocks);
 
+// Give memory and threads back, once the call that is running returned. Again: nothing.
 void ns_close(NsModel* model);
 
-int64_t ns_weights_bytes(const NsModel* model);
-int64_t ns_cache_bytes(const NsModel* model);    // reserved; a page is touched when first written
-int64_t ns_scratch_bytes(const NsModel* model);  // buffers of the largest step so far
+// All 0 once it is closed.
+int64_t ns_weights_bytes(NsModel* model);
+int64_t ns_cache_bytes(NsModel* model);    // reserved; a page is touched when first written
+int64_t ns_scratch_bytes(NsModel* model);  // buffers of the largest step so far
 
 // One row of logits [V] through the sampler, for its tests; the arrays of `result` have one row.
 int ns_sample(const float* logits, int32_t vocab_size, int32_t num_token_ids, const NsRow* row,

@@ -1,6 +1,9 @@
 #include "pool.h"
 
 #include <chrono>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #include <pthread.h>
 #include <signal.h>
@@ -66,9 +69,10 @@ Pool::Pool(int num_threads)
   try {
     for (int thread = 1; thread < num_threads; ++thread)
       threads_.emplace_back([this, thread] { serve(thread); });
-  } catch (...) {
+  } catch (const std::system_error& error) {
     stop_threads();
-    throw;
+    throw std::runtime_error("the system does not start " + std::to_string(num_threads) +
+                             " threads (--threads): " + error.code().message());
   }
 }
 
@@ -86,7 +90,6 @@ void Pool::stop_threads() {
 bool Pool::belongs_to_another_process() const { return process_ != getpid(); }
 
 void Pool::run_job(int num_chunks, Call call, void* context) {
-  if (num_chunks <= 0) return;
   call_ = call;
   context_ = context;
   num_chunks_ = num_chunks;

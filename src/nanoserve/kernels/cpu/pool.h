@@ -9,6 +9,7 @@
 // that comes late finds nothing to take, and reads the job only once it holds one of its chunks.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -21,7 +22,7 @@ namespace ns {
 
 class Pool {
  public:
-  static constexpr int kMaxChunks = (1 << 20) - 1;
+  static constexpr int kMaxChunks = (1 << 20) - 1;  // of a job; longer ones run as several
 
   // `num_threads` counts the caller. Throws std::system_error if the system refuses a thread.
   explicit Pool(int num_threads);
@@ -43,10 +44,16 @@ class Pool {
       for (int chunk = 0; chunk < num_chunks; ++chunk) work(chunk, 0);
       return;
     }
-    auto call = [](void* context, int chunk, int thread) {
-      (*static_cast<std::remove_reference_t<Work>*>(context))(chunk, thread);
+    struct Part {
+      std::remove_reference_t<Work>* work;
+      int first;
     };
-    run_job(num_chunks, call, &work);
+    auto call = [](void* context, int chunk, int thread) {
+      const Part& part = *static_cast<Part*>(context);
+      (*part.work)(part.first + chunk, thread);
+    };
+    for (Part part{&work, 0}; part.first < num_chunks; part.first += kMaxChunks)
+      run_job(std::min(kMaxChunks, num_chunks - part.first), call, &part);
   }
 
  private:

@@ -4,7 +4,7 @@ The package's build, the C++ tests and the sanitizer runs all take their command
 of them can drift from what ships. `-ffp-contract=off` is part of the definition of every sum
 (docs/EXACTNESS.md): a multiply and an add are fused where the source says so and nowhere else.
 
-As a script: `python recipe.py OUTPUT_FOLDER [ISA ...]` compiles with $CXX or g++.
+As a script: `python recipe.py OUTPUT_FOLDER [ISA ...]`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -64,22 +64,29 @@ def library_name(isa: str) -> str:
     return f"libns_{isa}.so"
 
 
-def command(isa: str, output: Path, *, compiler: Sequence[str] = ("g++",)) -> list[str]:
+def compiler() -> list[str]:
+    """$CXX, or the first C++ compiler there is. Raises FileNotFoundError if there is none."""
+    if named := os.environ.get("CXX"):
+        return shlex.split(named)
+    for name in ("g++", "c++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise FileNotFoundError("no C++ compiler (g++, c++ or clang++; CXX names another)")
+
+
+def command(isa: str, output: Path) -> list[str]:
     """The one command that compiles and links the shared object of `isa`."""
     sources = [str(FOLDER / name) for name in SOURCES]
     flags = [*FLAGS, *isa_flags()[isa], *LINK_FLAGS]
-    return [*compiler, *flags, "-o", str(output), *sources]
+    return [*compiler(), *flags, "-o", str(output), *sources]
 
 
-def compile_library(isa: str, folder: Path) -> Path:
-    """Compile `isa` into `folder`; raises CalledProcessError, or OSError without a compiler."""
-    folder.mkdir(parents=True, exist_ok=True)
-    output = folder / library_name(isa)
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    subprocess.run(command(isa, output, compiler=compiler), check=True)
-    return output
+def compile_library(isa: str, output: Path) -> None:
+    """Compile `isa`; raises CalledProcessError, or OSError without a compiler."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(command(isa, output), check=True)
 
 
 if __name__ == "__main__":
     for chosen in sys.argv[2:] or isa_flags():
-        compile_library(chosen, Path(sys.argv[1]))
+        compile_library(chosen, Path(sys.argv[1]) / library_name(chosen))

@@ -134,7 +134,8 @@ void grow_buffers(Model& model, const NsBatch& batch) {
   lay_out(counted, model, num_tokens, batch.num_rows, sized);
   if (counted.used() > model.buffers.memory.size()) {
     model.buffers.memory = Memory();  // first, so that two never stand side by side
-    model.buffers.memory = Memory(counted.used() + counted.used() / 4);
+    model.buffers.memory = Memory(counted.used() + counted.used() / 4,
+                                  "a step (--max-num-batched-tokens, --max-num-seqs)");
   }
   sized.memory = std::move(model.buffers.memory);
   Arena arena(sized.memory.data());
