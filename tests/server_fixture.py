@@ -38,6 +38,7 @@ from nanoserve.engine.executor import Executor
 from nanoserve.engine.sampling import sample
 from nanoserve.llm import engine_config
 from nanoserve.server.app import create_app
+from nanoserve.server.connection import connection_class
 from nanoserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -492,6 +493,7 @@ def running(
     http_server = uvicorn.Server(
         uvicorn.Config(
             app,
+            http=connection_class(),
             lifespan="on",
             ws="none",
             loop="asyncio",

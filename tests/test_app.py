@@ -156,6 +156,17 @@ async def test_unknown_urls_and_wrong_methods_are_errors_too() -> None:
         assert (await client.get("/v1/models/none")).error(404)["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("root_path", ["/llm", "/llm/", "/", ""])
+@on_loop
+async def test_a_proxys_prefix_opens_the_same_doors(root_path: str) -> None:
+    async with serving(root_path=root_path, api_key="k") as client:
+        for prefix in {"", root_path.rstrip("/")}:
+            assert (await client.get(f"{prefix}/health")).status == 200
+            assert (await client.get(f"{prefix}/v1/models")).status == 401
+            key = {"authorization": "Bearer k"}
+            assert (await client.get(f"{prefix}/v1/models", headers=key)).status == 200
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/v1//models", "//v1/models", "/v1/models/", "/v1///models//"]
 )

@@ -127,6 +127,18 @@ def test_a_template_that_fails_is_an_error_of_the_request(template: str, words: 
 def test_a_template_that_does_not_compile_is_found_at_once() -> None:
     with pytest.raises(ValueError, match=r"--chat-template\), line 2"):
         form("\n{% for %}")
+    for source in (
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% for a in messages %}" * 25 + "x" + "{% endfor %}" * 25,
+        "{{ " + "9" * 5000 + " }}",
+    ):
+        with pytest.raises(ValueError, match="--chat-template"):
+            form(source)
+
+
+def test_a_template_that_recurses_for_ever_is_an_error_of_the_request() -> None:
+    with pytest.raises(ValueError, match="refuses these messages"):
+        form("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}").encode(said("Hello"))
 
 
 def test_a_template_is_given_as_text_or_as_a_file(tmp_path: Path) -> None:
@@ -139,6 +151,10 @@ def test_a_template_is_given_as_text_or_as_a_file(tmp_path: Path) -> None:
     file.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="neither a readable file"):
         load_chat_template(str(file))
+    for text in ("", " \n", "You are a helpful assistant.", '{"model": "gpt2"}', "\0"):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match="no message would reach the model"):
+            load_chat_template(str(file))
 
 
 # Only the template makes control tokens

@@ -51,7 +51,7 @@ def prepared(prompt: object, **more: Any) -> list[Prepared]:
     return prepare(read_completion(body, limits), gpt2(), limits)
 
 
-def refused(read: Any, param: str | None, words: str = "", **more: Any) -> ApiError:
+def assert_refused(read: Any, param: str | None, words: str = "", **more: Any) -> ApiError:
     """The 400 that `read` answers with; it names `param`, and its message holds `words`."""
     with pytest.raises(ApiError) as caught:
         read(**more)
@@ -78,7 +78,7 @@ def refused(read: Any, param: str | None, words: str = "", **more: Any) -> ApiEr
     ],
 )
 def test_r01_a_required_field_that_is_missing_is_named(read: Any, body: object, param: str) -> None:
-    error = refused(lambda: read(body, served()), param, "is required")
+    error = assert_refused(lambda: read(body, served()), param, "is required")
     assert error.code == "missing_required_parameter"
 
 
@@ -189,21 +189,21 @@ def test_r04_r10_numbers_are_held_to_their_ranges(name: str) -> None:
     for value in inside:
         completion({name: value})
     for value in outside:
-        refused(completion, name, name, changes={name: value})
+        assert_refused(completion, name, name, changes={name: value})
 
 
 def test_r04_chat_top_logprobs() -> None:
     for value in (0, 20):
         assert chat(logprobs=True, top_logprobs=value).params.logprobs == value
     for value in (-1, 21):
-        refused(chat, "top_logprobs", logprobs=True, top_logprobs=value)
+        assert_refused(chat, "top_logprobs", logprobs=True, top_logprobs=value)
     assert chat(logprobs=True).params.logprobs == 0
     assert chat(logprobs=False).params.logprobs is None
 
 
 def test_c06_top_logprobs_need_logprobs() -> None:
-    refused(chat, "top_logprobs", "needs logprobs", top_logprobs=2)
-    refused(chat, "top_logprobs", "needs logprobs", top_logprobs=2, logprobs=False)
+    assert_refused(chat, "top_logprobs", "needs logprobs", top_logprobs=2)
+    assert_refused(chat, "top_logprobs", "needs logprobs", top_logprobs=2, logprobs=False)
 
 
 WRONG = {
@@ -234,7 +234,7 @@ def test_r15_nothing_is_coerced(read: Any) -> None:
 @pytest.mark.parametrize("body", [[], True, "x", 1, 1.5, None], ids=repr)
 @pytest.mark.parametrize("read", [read_completion, read_chat])
 def test_r15_a_body_that_is_no_object(read: Any, body: object) -> None:
-    refused(lambda: read(body, served()), None, "must be a JSON object")
+    assert_refused(lambda: read(body, served()), None, "must be a JSON object")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_r15_a_body_that_is_no_object(read: Any, body: object) -> None:
     ids=lambda value: repr(value)[:24],
 )
 def test_r15_a_body_that_is_no_json(raw: bytes, words: str) -> None:
-    refused(lambda: read_json(raw), None, words)
+    assert_refused(lambda: read_json(raw), None, words)
 
 
 def test_r15_json_is_read() -> None:
@@ -297,7 +297,7 @@ def test_r06_stop_is_a_string_or_any_list(value: object, stops: tuple[str, ...])
     ids=lambda value: repr(value)[:24],
 )
 def test_r06_a_stop_that_is_none(value: object, param: str, words: str) -> None:
-    refused(completion, param, words, stop=value)
+    assert_refused(completion, param, words, stop=value)
 
 
 def test_r08_r09_logit_bias() -> None:
@@ -317,24 +317,26 @@ def test_r08_r09_logit_bias() -> None:
         ({" 5": 1}, "' 5'"),
         ({"1_0": 1}, "'1_0'"),
         ({"5.0": 1}, "'5.0'"),
+        ({"5": 1, "05": 2}, "'05'"),
+        ({"-0": 1}, "'-0'"),
         ({"\u0665": 1}, "\u0665"),
         ({"9" * 5000: 1}, "999"),
     ],
     ids=lambda value: repr(value)[:24],
 )
 def test_r08_a_key_that_is_no_token_id_is_named(value: object, words: str) -> None:
-    error = refused(completion, "logit_bias", words, logit_bias=value)
+    error = assert_refused(completion, "logit_bias", words, logit_bias=value)
     assert len(error.message) < 300
 
 
 @pytest.mark.parametrize("value", [101, -100.5, "1", None, True, [], float("nan")], ids=repr)
 def test_r08_a_bias_out_of_range(value: object) -> None:
-    refused(completion, "logit_bias.7", "logit_bias.7", logit_bias={"7": value})
+    assert_refused(completion, "logit_bias.7", "logit_bias.7", logit_bias={"7": value})
 
 
 def test_stop_token_ids_must_exist() -> None:
     assert completion(stop_token_ids=[13, END]).params.stop_token_ids == (13, END)
-    refused(completion, "stop_token_ids", "50257", stop_token_ids=[50257])
+    assert_refused(completion, "stop_token_ids", "50257", stop_token_ids=[50257])
 
 
 # What is ignored, and what is not
@@ -382,12 +384,12 @@ ASKING: dict[str, Any] = {
 @pytest.mark.parametrize("name", sorted(CHAT_UNSUPPORTED))
 def test_what_would_change_the_output_is_refused_by_name(name: str) -> None:
     value = ASKING.get(name, {"anything": 1})
-    error = refused(chat, name, f"{name} is not supported", changes={name: value})
+    error = assert_refused(chat, name, f"{name} is not supported", changes={name: value})
     assert error.code == "unsupported_parameter"
     for harmless in CHAT_UNSUPPORTED[name]:
         assert chat({name: harmless}) == chat()
     if name in UNSUPPORTED:
-        refused(completion, name, f"{name} is not supported", changes={name: value})
+        assert_refused(completion, name, f"{name} is not supported", changes={name: value})
 
 
 def test_no_field_is_in_two_minds() -> None:
@@ -399,15 +401,17 @@ def test_no_field_is_in_two_minds() -> None:
 def test_p09_best_of() -> None:
     params = completion(n=2, best_of=4).params
     assert (params.n, params.num_choices) == (2, 4)
-    refused(completion, "best_of", "between 3", n=3, best_of=2)
-    refused(completion, "best_of", "streamed", best_of=2, stream=True)
-    refused(completion, "best_of", "streamed", n=2, best_of=2, stream=True)
+    assert_refused(completion, "best_of", "between 3", n=3, best_of=2)
+    assert_refused(completion, "best_of", "streamed", best_of=2, stream=True)
+    assert_refused(completion, "best_of", "streamed", n=2, best_of=2, stream=True)
     assert completion(best_of=1, stream=True).params.num_choices == 1
 
 
 def test_stream_options_need_a_stream() -> None:
-    refused(completion, "stream_options", "needs stream", stream_options={"include_usage": True})
-    refused(
+    assert_refused(
+        completion, "stream_options", "needs stream", stream_options={"include_usage": True}
+    )
+    assert_refused(
         completion,
         "stream_options.include_usage",
         "true or false",
@@ -460,21 +464,21 @@ def test_p01_a_prompt_has_four_shapes(prompt: object, prompts: object) -> None:
     ids=repr,
 )
 def test_p03_a_prompt_that_is_none(prompt: object) -> None:
-    refused(completion, "prompt", "prompt", prompt=prompt)
+    assert_refused(completion, "prompt", "prompt", prompt=prompt)
 
 
 @pytest.mark.parametrize("prompt", [[50257], [4294967294], [2**40], [[1], [50257]]], ids=repr)
 def test_b21_ids_outside_the_vocabulary(prompt: object) -> None:
-    refused(lambda: prepared(prompt), "prompt", "outside the vocabulary (0 to 50256)")
+    assert_refused(lambda: prepared(prompt), "prompt", "outside the vocabulary (0 to 50256)")
 
 
 def test_b21_a_tokenizer_may_know_more_ids_than_the_model() -> None:
     limits = served(num_token_ids=50256)
     text = read_completion({"model": "gpt2", "prompt": "a<|endoftext|>"}, limits)
-    refused(lambda: prepare(text, gpt2(), limits), "prompt", "50256 is outside")
+    assert_refused(lambda: prepare(text, gpt2(), limits), "prompt", "50256 is outside")
     messages = [{"role": "user", "content": ""}]
     turns = read_chat({"model": "gpt2", "messages": messages}, limits)
-    refused(lambda: prepare(turns, gpt2(), limits), "messages", "50256 is outside")
+    assert_refused(lambda: prepare(turns, gpt2(), limits), "messages", "50256 is outside")
 
 
 @pytest.mark.parametrize("prompt", [None, "", [""]], ids=repr)
@@ -486,7 +490,7 @@ def test_p03_an_empty_prompt_continues_from_the_end_of_text(prompt: object) -> N
 def test_an_empty_prompt_needs_a_token_to_begin_with() -> None:
     limits = served(start_token_id=None)
     call = read_completion({"model": "gpt2", "prompt": ""}, limits)
-    refused(lambda: prepare(call, gpt2(), limits), "prompt", "is empty")
+    assert_refused(lambda: prepare(call, gpt2(), limits), "prompt", "is empty")
 
 
 def test_prompts_are_prepared_in_order() -> None:
@@ -534,9 +538,18 @@ def test_r18_truncate_prompt_tokens() -> None:
     assert prepared([1, 2, 3], truncate_prompt_tokens=5)[0].token_ids == (1, 2, 3)
     whole = list(range(2000))
     assert prepared(whole, truncate_prompt_tokens=-1)[0].token_ids == tuple(range(977, 2000))
+    strict = prepared(whole, truncate_prompt_tokens=-1, max_tokens=100, strict=True)
+    assert strict[0].token_ids == tuple(range(1076, 2000))
+    for cap in (1024, 10**300):  # nothing fits beside it
+        assert_refused(
+            lambda cap=cap: prepared([1], truncate_prompt_tokens=-1, max_tokens=cap, strict=True),
+            "prompt",
+        )
     only = prepared(whole, truncate_prompt_tokens=-1, max_tokens=0)
     assert only[0].token_ids == tuple(range(976, 2000))
-    refused(lambda: prepared(whole, truncate_prompt_tokens=1024), "prompt", "1024 in the prompt")
+    assert_refused(
+        lambda: prepared(whole, truncate_prompt_tokens=1024), "prompt", "1024 in the prompt"
+    )
 
 
 # The context
@@ -547,20 +560,20 @@ def counts(message: str) -> list[int]:
 
 
 def test_e07_a_prompt_that_fills_the_context() -> None:
-    error = refused(lambda: prepared([1] * 1024), "prompt")
+    error = assert_refused(lambda: prepared([1] * 1024), "prompt")
     assert error.code == "context_length_exceeded"
     assert counts(error.message) == [1024, 1040, 1024, 16]
     assert "maximum context length is 1024 tokens" in error.message
     assert len(prepared([1] * 1023)[0].token_ids) == 1023
     assert len(prepared([1] * 1024, max_tokens=0, echo=True)[0].token_ids) == 1024
-    refused(lambda: prepared([1] * 1025, max_tokens=0), "prompt")
-    refused(lambda: prepared(["fine", "x " * 2000]), "prompt")
+    assert_refused(lambda: prepared([1] * 1025, max_tokens=0), "prompt")
+    assert_refused(lambda: prepared(["fine", "x " * 2000]), "prompt")
 
 
 def test_e07_a_cap_that_does_not_fit_is_clamped_unless_strict() -> None:
     assert len(prepared([1] * 1000, max_tokens=100)) == 1
     assert len(prepared([1] * 1000, max_tokens=10**12)) == 1
-    error = refused(lambda: prepared([1] * 1000, max_tokens=100, strict=True), "prompt")
+    error = assert_refused(lambda: prepared([1] * 1000, max_tokens=100, strict=True), "prompt")
     assert counts(error.message) == [1024, 1100, 1000, 100]
     assert len(prepared([1] * 1000, max_tokens=24, strict=True)) == 1
 
@@ -574,14 +587,16 @@ def test_e07_a_chat_that_fills_the_context() -> None:
         return prepare(call, gpt2(), limits)
 
     assert len(prepare_chat(7)[0].token_ids) == 7
-    error = refused(lambda: prepare_chat(8), "messages", "8 in the messages")
+    error = assert_refused(lambda: prepare_chat(8), "messages", "8 in the messages")
     assert error.code == "context_length_exceeded"
     assert counts(error.message) == [8, 9, 8, 1]
 
 
 def test_b28_sizes_are_limited() -> None:
-    refused(completion, "prompt", "10000 prompts, one request may have 2048", prompt=["x"] * 10000)
-    refused(completion, "n", "one request may have 4096", prompt=["x"] * 100, n=128)
+    assert_refused(
+        completion, "prompt", "10000 prompts, one request may have 2048", prompt=["x"] * 10000
+    )
+    assert_refused(completion, "n", "one request may have 4096", prompt=["x"] * 100, n=128)
     assert len(completion(prompt=["x"] * 32, n=128).prompts) == 32
 
 
@@ -623,14 +638,14 @@ def test_c03_roles_and_contents(role: str, name: str | None) -> None:
     ids=lambda value: repr(value)[:40],
 )
 def test_c03_a_message_that_is_none(messages: object, param: str) -> None:
-    refused(chat, param, messages=messages)
+    assert_refused(chat, param, messages=messages)
 
 
 def test_an_assistant_may_say_nothing_but_may_call_nothing() -> None:
     silent: list[Any] = [{"role": "assistant", "content": None, "tool_calls": []}]
     assert chat(messages=silent).messages == ({"role": "assistant", "content": ""},)
     calling = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
-    error = refused(chat, "messages[0].tool_calls", messages=calling)
+    error = assert_refused(chat, "messages[0].tool_calls", messages=calling)
     assert error.code == "unsupported_parameter"
 
 
@@ -666,8 +681,10 @@ def outcome_of(read: Any, changes: dict[str, Any]) -> list[Prepared] | ApiError:
 
 
 def test_messages_do_not_repeat_what_was_sent() -> None:
-    error = refused(completion, "stop[0]", stop=[{"x": "y" * 10_000}])
+    error = assert_refused(completion, "stop[0]", stop=[{"x": "y" * 10_000}])
     assert len(error.message) < 200
+    for endless in (ApiError("y" * 10**6), ApiError("\ud800" * 10**6)):
+        assert len(endless.message) < 1100
     with pytest.raises(ApiError) as caught:
         completion(model="\ud800" + "x" * 10_000)
     assert len(caught.value.message) < 300

@@ -25,7 +25,7 @@ from helpers import tiny_config, tiny_engine, tiny_model
 
 from nanoserve.cli import app as cli_app
 from nanoserve.cli.options import EngineOptions, ServerOptions, spread
-from nanoserve.cli.serve import address, bind, example, start_lines
+from nanoserve.cli.serve import address, bind, check_files, example, start_lines
 from nanoserve.config import ServerConfig
 from nanoserve.llm import engine_config
 from nanoserve.server.settings import read_engine_config, read_server_config, variable
@@ -196,9 +196,44 @@ def test_who_connects_while_the_model_is_loaded_is_served() -> None:
         assert server.finish()[0] == 0
 
 
+def test_sigterm_before_anybody_was_let_in_ends_with_0() -> None:
+    with serve() as server:
+        server.read_start()  # the signals are not yet the app's
+        server.signal(signal.SIGTERM)
+        assert server.finish()[0] == 0
+
+
+def test_half_a_body_at_the_end_is_told_and_leaves_no_trace() -> None:
+    with serve("--shutdown-timeout", "0") as server:
+        server.read_start()
+        server.wait_ready()
+        with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
+            )
+            server.get("/live")  # so it has been read
+            server.signal(signal.SIGTERM)
+            code, _, err = server.finish()
+            assert client.recv(65_536).startswith(b"HTTP/1.1 503 ")
+    assert code == 0
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("content", ["", "no PEM", "-----BEGIN CERTIFICATE-----\nAAAA\n"])
+def test_a_certificate_that_is_none_is_found_before_anything_is_loaded(
+    content: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "cert.pem"
+    file.write_text(content)
+    config = ServerConfig(ssl_certfile=str(file), ssl_keyfile=str(file))
+    with pytest.raises(ValueError, match=r"--ssl-certfile .*cert\.pem"):
+        check_files(config)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--host", "ü" * 100], "is no host's name"),
         (["--port", "70000"], "--port must be at most 65535, got 70000"),
         (["--port", "x"], "'x' is not an integer"),
         (["--max-queue", "-1"], "--max-queue must be at least 0, got -1"),

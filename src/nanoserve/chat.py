@@ -227,6 +227,11 @@ def compile_template(source: str) -> Callable[..., str]:
         raise ValueError(
             f"the chat template is not valid Jinja (--chat-template), line {error.lineno}: {error}"
         ) from error
+    except (RecursionError, SyntaxError, ValueError) as error:  # of Python, beneath Jinja
+        raise ValueError(
+            f"the chat template is too deeply nested, or else not to be compiled "
+            f"(--chat-template): {error}"
+        ) from error
 
     def render(**variables: Any) -> str:
         try:
@@ -252,16 +257,28 @@ def _now(pattern: str) -> str:
 def load_chat_template(value: str) -> str:
     """The Jinja source that `--chat-template` means: itself, or the file it names.
 
-    Raises ValueError for a file that cannot be read.
+    Raises ValueError for a file that cannot be read, or that holds no Jinja: it would say the same
+    to the model whatever the messages are.
     """
-    if "{{" in value or "{%" in value:
+    if is_jinja(value):
         return value
     try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
+        source = Path(value).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:  # unreadable, no UTF-8, nobody's home
         raise ValueError(
             f"--chat-template {value}: neither a readable file nor a Jinja template ({error})"
         ) from error
+    if not is_jinja(source):
+        raise ValueError(
+            f"--chat-template {value}: there is no {{{{ and no {{% in this file, so it is no Jinja "
+            f"template, and no message would reach the model"
+        )
+    return source
+
+
+def is_jinja(text: str) -> bool:
+    """Whether anything in it is more than plain text."""
+    return "{{" in text or "{%" in text
 
 
 def read_messages(value: object) -> tuple[Message, ...]:

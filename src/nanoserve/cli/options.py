@@ -20,6 +20,7 @@ import typer
 from nanoserve.config import (
     Batching,
     CacheConfig,
+    CacheDtype,
     ContextOverflow,
     Device,
     DtypeOption,
@@ -70,7 +71,7 @@ Dtype = Annotated[
     _config_option("--dtype", "Of the weights; auto: float32 on a CPU, float16 on a GPU."),
 ]
 KVCacheDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16", "int8"],
+    Literal["auto", CacheDtype],
     _config_option("--kv-cache-dtype", "Of K and V; auto: as --dtype."),
 ]
 

@@ -8,11 +8,16 @@ inside have finished, Ctrl-C with 130 at once.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import socket
-from contextlib import closing
+import ssl
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import typer
 
@@ -23,6 +28,7 @@ from nanoserve.engine.build import describe_cache
 from nanoserve.engine.engine import Engine
 from nanoserve.llm import engine_config
 from nanoserve.server import create_app
+from nanoserve.server.connection import connection_class
 from nanoserve.server.lifecycle import settle_heap
 from nanoserve.server.logs import configure
 from nanoserve.server.service import public_name
@@ -44,7 +50,7 @@ def serve_until_stopped(server: ServerOptions, engine: EngineOptions) -> None:
         received.append(signum)
         http.should_exit = True
 
-    with closing(bind(config)) as listener:
+    with leaving_at_once(), closing(bind(config)) as listener:
         with LateProgress(f"loading {engine.model}"):
             built = Engine(wanted)
         app = create_app(built, config, stop=stop)
@@ -52,6 +58,7 @@ def serve_until_stopped(server: ServerOptions, engine: EngineOptions) -> None:
         http = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=connection_class(),
                 lifespan="on",
                 ws="none",
                 log_config=None,
@@ -71,14 +78,42 @@ def serve_until_stopped(server: ServerOptions, engine: EngineOptions) -> None:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Inside, SIGTERM ends with 0 until the app takes it over: nobody was let in yet."""
+
+    def leave(_signum: int, _frame: FrameType | None) -> NoReturn:
+        os._exit(0)  # an exception would be swallowed in an event loop that begins
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def check_files(config: ServerConfig) -> None:
-    """Raise ValueError for a file that is not there, before anything is loaded."""
+    """Raise ValueError for a file that is not there or of no use, before anything is loaded."""
     for option, name in (
         ("--ssl-keyfile", config.ssl_keyfile),
         ("--ssl-certfile", config.ssl_certfile),
     ):
         if name is not None and not Path(name).is_file():
             raise ValueError(f"{option} {name}: there is no such file")
+    if config.ssl_certfile is not None:
+        check_certificate(config.ssl_certfile, config.ssl_keyfile)
+
+
+def check_certificate(certfile: str, keyfile: str | None) -> None:
+    """Raise ValueError for what no server can show: no PEM, another's key, a key under password."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certfile, keyfile, password="")  # or the terminal is asked for one
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} are not a certificate and its "
+            f"key, in PEM and without a password ({error})"
+        ) from error
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -91,6 +126,9 @@ def bind(config: ServerConfig) -> socket.socket:
     except socket.gaierror as error:
         listener.close()
         raise ValueError(f"--host {config.host}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:  # it cannot even be asked for
+        listener.close()
+        raise ValueError(f"--host {config.host!r} is no host's name: {error}") from error
     except OSError as error:
         listener.close()
         raise OSError(

@@ -90,7 +90,6 @@ def create_app(
         version=__version__,
         description="OpenAI's completions and chat API over a GPT-2 engine.",
         lifespan=lifespan,
-        root_path=config.root_path,
         redirect_slashes=False,
         responses=ERRORS,
     )
@@ -111,7 +110,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
         )
-    app.add_middleware(Front, metrics=service.metrics)
+    app.add_middleware(Front, metrics=service.metrics, root_path=config.root_path.rstrip("/"))
     return app
 
 

@@ -25,7 +25,8 @@ MAX_BEST_OF = 20
 MAX_STOP_CHARS_IN_ALL = 20_000
 """Of one request's stop strings: what finds them takes memory, and the engine's time, for each."""
 
-_INTEGER_KEY = re.compile("-?[0-9]{1,20}")
+_INTEGER_KEY = re.compile("0|-?[1-9][0-9]{0,19}")
+"""One spelling for each integer: of "7" and "07" in one object, one would be lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The one error that clients see: OpenAI's four keys, whatever went wrong.
 
 Invariant: its body can always be sent. Text that no UTF-8 spells (a lone surrogate in what a client
-sent) is replaced here, and long values are cut, so that no message is as large as its request.
+sent) is replaced here, and long values and messages are cut, so that none is as large as its
+request.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 
 MAX_SHOWN_CHARS = 80
 """Of a client's value in a message."""
+MAX_MESSAGE_CHARS = 1000
+"""Of a message; templates and tokenizers may quote what they were given in theirs."""
 
 
 class ApiError(Exception):
@@ -29,7 +32,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.message = sendable(message)
+        self.message = sendable(cut(message, MAX_MESSAGE_CHARS))
         super().__init__(self.message)
         self.status = status
         self.type = type
@@ -67,4 +70,9 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str) else value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
+    return cut(text, MAX_SHOWN_CHARS)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """The beginning of a text that is longer."""
+    return text if len(text) <= max_chars else text[:max_chars] + "..."

@@ -53,6 +53,10 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 10.0
 KEEP_ALIVE = b": keep-alive\n\n"
+STALLED_S = 60.0
+"""A client that takes nothing for so long gives its place to the next one."""
+PIECE_BYTES = 65_536
+"""What is taken at once by a slow client, which is no stalled one."""
 SHORT_BODY_BYTES = 4096
 """A body up to here is read and tokenised in less time than another thread takes to begin."""
 SHORT_ANSWER_TOKENS = 512
@@ -191,25 +195,31 @@ class Exchange(Response):
 
         The start passes all layers by `send`, what follows goes by `send_body` to the server.
         """
-        with Alarm(ticket) as alarm:
-            is_last = False
-            while not is_last:
-                items = await ticket.take()
-                events = b"".join([writer.events(index, delta) for index, delta, _ in items])
-                is_last = ticket.is_finished and not ticket.has_items
-                if is_last:
-                    events += writer.end()
-                elif not items:
-                    events = KEEP_ALIVE
-                if events:
-                    if not self._has_started:
-                        self._has_started = True
-                        await send_start(send, 200, STREAM_HEADERS)
-                    await send_body(
-                        {"type": "http.response.body", "body": events, "more_body": not is_last}
-                    )
-                    alarm.reset()
-                    self._service.metrics.delivered(items, self._service.engine.clock())
+        try:
+            async with asyncio.timeout(None) as limit:
+                with Alarm(ticket, limit) as alarm:
+                    await self._send_events(ticket, writer, send, Outlet(send_body, alarm))
+        except TimeoutError:
+            raise ClientGoneError from None
+
+    async def _send_events(
+        self, ticket: Ticket, writer: Writer, send: Send, outlet: Outlet
+    ) -> None:
+        is_last = False
+        while not is_last:
+            items = await ticket.take()
+            events = b"".join([writer.events(index, delta) for index, delta, _ in items])
+            is_last = ticket.is_finished and not ticket.has_items
+            if is_last:
+                events += writer.end()
+            elif not items:
+                events = KEEP_ALIVE
+            if events:
+                if not self._has_started:
+                    self._has_started = True
+                    await send_start(send, 200, STREAM_HEADERS)
+                await outlet.write(events, more_body=not is_last)
+                self._service.metrics.delivered(items, self._service.engine.clock())
 
     async def _send_error(self, send: Send, error: ApiError) -> None:
         """With its own status as long as there is none yet, else as the stream's last event."""
@@ -222,12 +232,15 @@ class Exchange(Response):
 class Alarm:
     """Nudges a ticket's reader whenever it was silent for `KEEP_ALIVE_S`.
 
-    One timer runs for the whole stream: a token costs a look at the clock, not a timer of its own.
+    Where what it has sent was not taken for `STALLED_S`, `limit` is up. One timer runs for the
+    whole stream: a token costs a look at the clock, not a timer of its own.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, limit: asyncio.Timeout) -> None:
         self._ticket = ticket
+        self._limit = limit
         self._loop = asyncio.get_running_loop()
+        self.is_sending = False
 
     def __enter__(self) -> Self:
         self.reset()
@@ -240,16 +253,39 @@ class Alarm:
     def reset(self) -> None:
         """Something was sent."""
         self._sent_s = self._loop.time()
+        self.is_sending = False
 
     def _set(self, delay_s: float) -> None:
         self._timer = self._loop.call_later(delay_s, self._ring)
 
     def _ring(self) -> None:
         silent_s = self._loop.time() - self._sent_s
+        if self.is_sending and silent_s >= STALLED_S:
+            self._limit.reschedule(self._loop.time())
+            return
         if silent_s >= KEEP_ALIVE_S:
             self._ticket.nudge()
             silent_s = 0.0
         self._set(KEEP_ALIVE_S - silent_s)
+
+
+class Outlet:
+    """Where a stream's events go, in pieces that each show whether anybody takes them."""
+
+    def __init__(self, send_body: Send, alarm: Alarm) -> None:
+        self._send_body = send_body
+        self._alarm = alarm
+
+    async def write(self, events: bytes, *, more_body: bool) -> None:
+        """Returns when the server has taken all of it."""
+        for start in range(0, len(events), PIECE_BYTES):
+            stop = start + PIECE_BYTES
+            more = more_body or stop < len(events)
+            self._alarm.is_sending = True
+            await self._send_body(
+                {"type": "http.response.body", "body": events[start:stop], "more_body": more}
+            )
+            self._alarm.reset()
 
 
 @asynccontextmanager

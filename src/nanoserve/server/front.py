@@ -7,11 +7,12 @@ the key. Nothing here holds a response back: each message is passed on as it com
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +28,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = Iterable[tuple[bytes, bytes]]
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,12 @@ _SLASHES = re.compile("/{2,}")
 
 
 class Front:
-    """Wraps the whole app."""
+    """Wraps the whole app. `root_path` is the prefix under which a proxy shows it, "" for none."""
 
-    def __init__(self, app: App, *, metrics: ServerMetrics) -> None:
+    def __init__(self, app: App, *, metrics: ServerMetrics, root_path: str = "") -> None:
         self._app = app
         self._metrics = metrics
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,8 +66,14 @@ class Front:
                 message = {**message, "headers": [*message.get("headers", ()), id_header]}
             await send(message)
 
+        inner = inner_scope(scope, visit)
+        inner["root_path"] = self._root_path or scope.get("root_path", "")
         try:
-            await self._app({**inner_scope(scope, visit), SEND_KEY: send}, receive, pass_on)
+            await self._app({**inner, SEND_KEY: send}, receive, pass_on)
+        except asyncio.CancelledError:  # the HTTP server ends, and its patience too
+            if visit.status is not None:
+                raise
+            await send_error(pass_on, refusals.not_serving("the server is shutting down"))
         except Exception:
             logger.exception(describe("unforeseen", id=visit.request_id))
             if visit.status is not None:

@@ -443,11 +443,15 @@ def _encode(
 
 
 def _truncated(token_ids: tuple[int, ...], call: Call, served: Served) -> tuple[int, ...]:
-    """The last of them, if `truncate_prompt_tokens` asks for it."""
-    limit = call.truncate_prompt_tokens
+    """The last of them, if `truncate_prompt_tokens` asks for it; -1 keeps what is not refused."""
+    limit, max_tokens = call.truncate_prompt_tokens, call.params.max_tokens
     if limit is None:
         return token_ids
-    return token_ids[-(served.longest_prompt(call.params.max_tokens) if limit == -1 else limit) :]
+    if limit == -1:
+        limit = served.longest_prompt(max_tokens)
+        if served.strict_context and max_tokens is not None:
+            limit = min(limit, served.max_model_len - max_tokens)
+    return token_ids[-max(1, limit) :]
 
 
 def _check_length(num_tokens: int, call: Call, served: Served, *, param: str) -> None:

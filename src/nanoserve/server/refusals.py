@@ -12,6 +12,8 @@ from nanoserve.server.engine_thread import Failure, FailureKind
 from nanoserve.server.errors import ApiError
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_HEAD_BYTES = 64 * 2**10
+"""Of a request's line and headers, about: a piece that was read with them is let through."""
 SHUTDOWN_RETRY_S = 5.0
 """By then another instance may have taken over."""
 
@@ -30,6 +32,18 @@ def body_too_large() -> ApiError:
         status=413,
         code="request_too_large",
     )
+
+
+def head_too_large() -> ApiError:
+    return ApiError(
+        f"the request's headers are larger than {MAX_HEAD_BYTES} bytes",
+        status=431,
+        code="headers_too_large",
+    )
+
+
+def no_http() -> ApiError:
+    return ApiError("this is not a valid HTTP request", code="invalid_http")
 
 
 def wrong_key() -> ApiError:
