@@ -145,6 +145,7 @@ def output_of(command: Sequence[str], columns: int, rows: int, deadline_s: float
             if text := decoder.decode(data):
                 last = (last + text)[-200:]
                 yield text
+        decoder.decode(b"", final=True)  # an end in the middle of a character is an error
         code = process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
     except (TimeoutError, subprocess.TimeoutExpired):
         raise DemoError(f"{typed(command)} did not end in time") from None
@@ -205,11 +206,14 @@ def read_cast(text: str) -> Capture:
         header, *events = (json.loads(line) for line in text.splitlines())
         if header["version"] != 2:
             raise DemoError(f"this is version {header['version']} of asciicast, not 2")
+        shown = tuple(Event(at_s=at_s, text=data) for at_s, kind, data in events if kind == "o")
+        if not shown:
+            raise DemoError("this asciicast shows nothing")
         return Capture(
             columns=header["width"],
             rows=header["height"],
             began=header["timestamp"],
-            events=tuple(Event(at_s=at_s, text=data) for at_s, kind, data in events if kind == "o"),
+            events=shown,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DemoError(f"this is not an asciicast: {error!r}") from error

@@ -213,6 +213,8 @@ quote_for_rsync() {
 load_environment() {
     [[ -f $ENV_FILE ]] || die $USAGE "there is no $ENV_FILE:" \
         "copy scripts/remote.env.example to scripts/remote.env and name your machine in it"
+    ! grep -q $'\r' "$ENV_FILE" ||
+        die $USAGE "$ENV_FILE has the line ends of Windows, which bash takes for parts of the values"
     # shellcheck source=/dev/null # what it may set is in scripts/remote.env.example
     source "$ENV_FILE" || die $USAGE "$ENV_FILE cannot be read as bash"
     [[ ${REMOTE_HOST:-} ]] || die $USAGE "REMOTE_HOST is not set in $ENV_FILE"

@@ -45,6 +45,7 @@ from nanoserve.bench.served import Readings, parse_metrics, readings, total, wit
 from nanoserve.bench.session import Options, Screen
 from nanoserve.engine.batch import StepBatch, StepResult
 from nanoserve.engine.engine import Engine
+from nanoserve.llm import CACHE_OPTIONS, ENGINE_OPTIONS, SCHEDULER_OPTIONS
 
 QUIET = Screen(quiet=True)
 
@@ -90,6 +91,9 @@ def test_a_stream_is_put_together_again() -> None:
         ),
         (WHOLE[:-5], 0, "not whole"),
         (b"", 0, "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\ndata: {x", 200, "no stream of events"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\ndata: 7", 200, "no stream of events"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n\xff", 200, "no stream of events"),
         (b"HTTP/1.1 429 Too Many\r\ncontent-length: 4\r\n\r\nfull", 429, "full"),
     ],
 )
@@ -225,6 +229,16 @@ def test_a_job_that_failed_leaves_the_client_ready_for_the_next() -> None:
     assert Report.from_json(second).answers[0] is not None
 
 
+def test_a_client_that_was_killed_voids_the_job() -> None:
+    with served.asking() as client:
+        client._process.kill()
+        client._process.wait()
+        server = served.Server(client._process, 1, io.BytesIO())  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(VoidError, match="the client ended with exit code -9"):
+                client.run(server, asks(1), at_once=1)
+
+
 # --- what the server says of itself ---------------------------------------------------------------
 
 PAGE = """
@@ -301,6 +315,23 @@ def test_a_server_is_told_all_that_the_engine_is_made_of() -> None:
     assert cache == engine.spec.num_blocks * engine.spec.block_size * per_token
     assert "--revision" not in given
     assert "--threads" not in given
+
+
+def test_a_server_is_told_of_every_option_that_an_engine_has() -> None:
+    engine = tiny_engine(context_overflow="slide", slide_window=5, enable_prefix_caching=True)
+    engine.config = replace(
+        engine.config, quantization="int8", revision="main", tokenizer="gpt2", threads=1
+    )
+    words = served.serve_arguments(engine, 4242)
+    given = dict(zip(words[1::2], words[2::2], strict=True))
+    switches = {"enable_prefix_caching", "strict_context"}  # both as they are by default
+    options = {*ENGINE_OPTIONS, *CACHE_OPTIONS, *SCHEDULER_OPTIONS} - switches
+    wanted = {f"--{option.replace('_', '-')}" for option in options}
+    assert given.keys() == wanted | {"--host", "--port", "--served-model-name"}
+    assert given["--quantization"] == "int8"
+    assert given["--context-overflow"] == "slide"
+    assert given["--slide-window"] == "5"
+    assert served.serve_arguments(tiny_engine(strict_context=True), 4242)[-1] == "--strict-context"
 
 
 def test_options_for_servers_in_the_environment_do_not_count(

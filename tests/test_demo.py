@@ -107,6 +107,7 @@ def test_a_character_may_come_in_two_pieces() -> None:
         ("print('no such model'); raise SystemExit(2)", 60.0, r"ended with 2: no such model"),
         ("import time; print('on and on', flush=True); time.sleep(60)", 0.5, "not end in time"),
         ("import os; os.write(1, bytes([255]))", 60.0, "not UTF-8"),
+        ("import os; os.write(1, '→'.encode()[:2])", 60.0, "not UTF-8"),
     ],
 )
 def test_a_capture_that_fails_is_an_error(code: str, timeout_s: float, words: str) -> None:
@@ -203,7 +204,13 @@ def test_the_terminal_guesses_nothing(text: str) -> None:
         Terminal(20, 4).write(text)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"version": 1}', "no", '{"version": 2}\n[1]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", '{"version": 1}', "no", '{"version": 2}\n[1]', "[]", "7"),
+        '{"version": 2, "width": 80, "height": 24, "timestamp": 0}',
+    ],
+)
 def test_what_is_no_cast_is_said_to_be_none(text: str) -> None:
     with pytest.raises(DemoError, match="asciicast"):
         make_demo.read_cast(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_a_swallowed_refusal_still_fails_its_test(pytester: pytest.Pytester) -> 
     )
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*tried to leave the machine*example.invalid*"])
+    assert re.search(r"tried to leave the machine.*example\.invalid", str(result.stdout))
 
 
 def test_no_test_sees_the_users_caches(hf_home: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_comparison_is_of_single_tokens() -> None:
 def test_readings_of_different_texts_are_not_compared() -> None:
     long = Reading(logprobs=(-1.0, -1.0, -1.0), choices=(1, 1, 1))
     short = Reading(logprobs=(-1.0, -1.0), choices=(1, 1))
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="compared, got 3 and 2 tokens"):
         compare(long, short)
 
 
@@ -119,3 +119,16 @@ def test_the_table_has_a_line_for_each_format() -> None:
 def test_too_many_windows_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--windows", "100000"]) == 2
     assert "--windows" in capsys.readouterr().err
+
+
+def test_one_token_has_no_uncertainty_and_is_not_compared() -> None:
+    one = Reading(logprobs=(-1.0,), choices=(0,))
+    with pytest.raises(ValueError, match="2 tokens or more are compared, got 1 and 1"):
+        compare(one, one)
+
+
+def test_a_broken_models_perplexity_is_infinite_and_no_error() -> None:
+    sound, broken = (Reading(logprobs=(nats, nats - 1.0), choices=(0, 1)) for nats in (-1.0, -5e3))
+    quality = compare(sound, broken)
+    assert quality.perplexity == quality.increase == math.inf
+    assert "inf" in str(list(quality_table({"a": quality}).columns[1].cells))

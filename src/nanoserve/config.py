@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-CacheDtype = Literal["float32", "float16", "bfloat16", "int8"]
+CacheDtype = Literal[Dtype, "int8"]
 Quantization = Literal["int8", "int8-weight-only", "int4"]
-QuantizationOption = Literal["none", "int8", "int8-weight-only", "int4"]
+QuantizationOption = Literal["none", Quantization]
 Layout = Literal["recompute", "contiguous", "slots", "paged"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
-DtypeOption = Literal["auto", "float32", "float16", "bfloat16"]
+DtypeOption = Literal["auto", Dtype]
 ExecutorName = Literal["auto", "eager", "native"]
 Batching = Literal["continuous", "static"]
 ContextOverflow = Literal["error", "slide"]

@@ -160,7 +160,7 @@ def check_range(
     kind = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
         raise ValueError(f"{name} must be {kind}, got {value!r}")
-    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
         # Its digits would fill the message, and Python prints no more than 4300 of them.
         raise ValueError(f"{name} is too large: got an integer of {value.bit_length()} bits")
     if not low <= value <= high or (isinstance(value, float) and math.isinf(value)):

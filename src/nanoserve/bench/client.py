@@ -205,7 +205,10 @@ def read_answer(received: Sequence[bytes]) -> Answer:
         return Answer(status=0, problem=f"the answer is no HTTP or not whole: {error!r}")
     if reply.status != HTTPStatus.OK:
         return Answer(status=reply.status, problem=body.decode(errors="replace"))
-    return read_events(list(events_in(body.decode())))
+    try:
+        return read_events(list(events_in(body.decode())))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Answer(status=reply.status, problem=f"the answer is no stream of events: {error!r}")
 
 
 def events_in(text: str) -> Iterator[str]:

@@ -55,7 +55,7 @@ class Reading:
     @property
     def perplexity(self) -> float:
         """exp of the mean negative log-probability of a token."""
-        return math.exp(-statistics.fmean(self.logprobs))
+        return exponential(-statistics.fmean(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,11 @@ class Quality:
     increase: float
     uncertainty: float
     agreement: float
+
+
+def exponential(nats: float) -> float:
+    """exp, infinite where a float cannot hold it: a broken model's perplexity is no error."""
+    return math.exp(nats) if nats < 709.0 else math.inf
 
 
 def heldout_text() -> str:
@@ -113,11 +118,20 @@ def read(llm: LLM, windows: Sequence[Sequence[int]]) -> Reading:
 
 
 def compare(reference: Reading, reading: Reading) -> Quality:
-    """`reading` against `reference`, which must be of the same text and hold two tokens or more."""
+    """`reading` against `reference`, which must be of the same text.
+
+    Raises ValueError for fewer than two tokens each, or not as many.
+    """
+    num_read = (len(reference.logprobs), len(reading.logprobs))
+    if min(num_read) < 2 or len(set(num_read)) > 1:
+        raise ValueError(
+            f"two readings of the same 2 tokens or more are compared, got {num_read[0]} and "
+            f"{num_read[1]} tokens (--windows, --length; a logit that is not finite ends a reading)"
+        )
     differences = [
         before - after for before, after in zip(reference.logprobs, reading.logprobs, strict=True)
     ]
-    ratio = math.exp(statistics.fmean(differences))
+    ratio = exponential(statistics.fmean(differences))
     same = sum(a == b for a, b in zip(reference.choices, reading.choices, strict=True))
     return Quality(
         num_tokens=len(differences),

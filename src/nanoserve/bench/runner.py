@@ -36,8 +36,8 @@ from nanoserve.bench.findings.kvcache import (
     kvcache_table,
 )
 from nanoserve.bench.record import Run
-from nanoserve.bench.session import Device, DtypeOption, LoadFormat, Options, Screen
-from nanoserve.config import ExecutorName
+from nanoserve.bench.session import Options, Screen
+from nanoserve.config import Device, DtypeOption, ExecutorName, LoadFormat
 from nanoserve.engine.engine import StepError
 
 ALL = "all"

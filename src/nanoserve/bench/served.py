@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -26,7 +26,9 @@ from typing import IO, Any
 from nanoserve.bench.client import HOST, Ask, Job, Report
 from nanoserve.bench.conduct import VoidError
 from nanoserve.bench.measure import now_s
+from nanoserve.config import SchedulerConfig
 from nanoserve.engine.engine import Engine
+from nanoserve.llm import CACHE_OPTIONS, ENGINE_OPTIONS, SCHEDULER_OPTIONS
 from nanoserve.planner.model import kv_bytes_per_token
 
 SERVED_NAME = "bench"
@@ -129,40 +131,31 @@ def within_s(delivered: Mapping[float, float], share: float) -> float:
 
 
 def serve_arguments(engine: Engine, port: int) -> list[str]:
-    """`nanoserve serve` with all that `engine` was built from, what was automatic as it came out.
+    """`nanoserve serve` with every option of `engine`, what was automatic as it came out.
 
-    The cache holds as many blocks; of the engine's own options none is left to a default that the
-    machine decides.
+    The cache holds as many blocks. Only a switch that stands as it does by default is left out.
     """
     config, spec = engine.config, engine.spec
-    scheduling = config.scheduler
     values: dict[str, object] = {
-        "--host": HOST,
-        "--port": port,
-        "--served-model-name": SERVED_NAME,
-        "--model": config.model,
-        "--revision": config.revision,
-        "--load-format": config.load_format,
-        "--dummy-seed": config.dummy_seed,
-        "--tokenizer": config.tokenizer,
-        "--device": config.device,
-        "--dtype": config.dtype,
-        "--executor": config.executor,
-        "--threads": config.threads,
-        "--kv-layout": config.cache.layout,
-        "--kv-cache-dtype": spec.cache_dtype,
-        "--block-size": config.cache.block_size,
-        "--kv-cache-memory-bytes": cache_bytes(engine) or None,
-        "--batching": scheduling.batching,
-        "--max-num-seqs": scheduling.max_num_seqs,
-        "--max-num-batched-tokens": scheduling.max_num_batched_tokens,
-        "--max-model-len": spec.max_model_len,
+        **{option: getattr(config, name) for option, name in ENGINE_OPTIONS.items()},
+        **{option: getattr(config.cache, name) for option, name in CACHE_OPTIONS.items()},
+        **{option: getattr(config.scheduler, name) for option, name in SCHEDULER_OPTIONS.items()},
+        "host": HOST,
+        "port": port,
+        "served_model_name": SERVED_NAME,
+        "kv_cache_dtype": spec.cache_dtype,
+        "kv_cache_memory_bytes": cache_bytes(engine) or None,
+        "max_model_len": spec.max_model_len,
     }
-    given = [
-        word for name, value in values.items() if value is not None for word in (name, str(value))
-    ]
-    sharing = "" if scheduling.enable_prefix_caching else "no-"
-    return ["serve", *given, f"--{sharing}enable-prefix-caching"]
+    words, switches = ["serve"], []
+    for option, value in values.items():
+        name = option.replace("_", "-")
+        if isinstance(value, bool):
+            if value != getattr(SchedulerConfig(), option):
+                switches.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words + switches
 
 
 def cache_bytes(engine: Engine) -> int:
@@ -316,16 +309,23 @@ class Client:
     def run(self, server: Server, asks: Sequence[Ask], *, at_once: int) -> Report:
         """Ask and read everything. Raises VoidError if it could not."""
         job = Job(port=server.port, asks=tuple(asks), at_once=at_once)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(job.to_json() + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
+        line = self._ask(job)
+        if not line.endswith("\n"):  # it ended before a word, or in the middle of one
             raise VoidError(f"the client ended with exit code {self._process.wait()}")
         if "failed" in (raw := json.loads(line)):
             raise VoidError(f"the client gave up: {raw['failed']} ({server.complaint})")
         return Report.from_json(line)
+
+    def _ask(self, job: Job) -> str:
+        """The line it answers with, whole unless it has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(job.to_json() + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self._process.stdout.readline()
 
 
 @contextmanager
@@ -339,6 +339,9 @@ def asking() -> Iterator[Client]:
             yield Client(process)
         finally:
             process.kill()  # in the middle of a job nobody waits for it any more
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # of a job that it died before
+                process.stdin.close()
 
 
 def completion_body(prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:

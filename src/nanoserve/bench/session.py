@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,17 +20,16 @@ from nanoserve.bench.record import Record
 from nanoserve.config import (
     Batching,
     CacheConfig,
+    Device,
+    DtypeOption,
     EngineConfig,
     ExecutorName,
     Layout,
+    LoadFormat,
     SchedulerConfig,
 )
 from nanoserve.engine.engine import Engine
 from nanoserve.model.hub import BUILT_IN_SHAPES, Checkpoint, list_models
-
-LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
-Device = Literal["auto", "cpu", "cuda"]
-DtypeOption = Literal["auto", "float32", "float16", "bfloat16"]
 
 PLAIN_PROGRESS_STEP = 0.2
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,8 +72,7 @@ class StepResult:
     finite: NDArray[np.bool_]  # [R]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitRow:
+class LogitRow(NamedTuple):
     """One row of logits a scheduled request wants: `offset` counts from its first token row."""
 
     offset: int

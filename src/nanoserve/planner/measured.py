@@ -29,9 +29,15 @@ from nanoserve.planner.steptime import Ceilings
 
 logger = logging.getLogger(__name__)
 
+LARGEST_KEPT_BUDGET = 2**20
+"""Token rows of a step; no machine was ever measured to stand more, so a larger one is damage."""
+
 
 def kept_path(name: str) -> Path:
-    """`<name>.json` in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache)."""
+    """`<name>.json` in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache).
+
+    Raises RuntimeError for a user without a home, as in many a container.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "nanoserve" / f"{name}.json"
 
@@ -49,7 +55,7 @@ def read_kept(name: str) -> dict[str, Any]:
         entries = json.loads(kept_path(name).read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # no home, or nested without an end
         logger.warning("cached %s are unreadable and ignored: %s", name, error)
         return {}
     if not isinstance(entries, dict):
@@ -64,13 +70,13 @@ def keep(name: str, key: str, value: object) -> None:
     It is a convenience: a cache folder that cannot be written is logged and nothing else.
     """
     text = json.dumps({**read_kept(name), key: value}, indent=1)
-    path = kept_path(name)
     try:
+        path = kept_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(text)
         Path(file.name).replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         logger.warning("the measured %s are not kept for later: %s", name, error)
 
 
@@ -111,10 +117,13 @@ def budget_key(
 def load_budget(key: str) -> int | None:
     """The token budget that `nanoserve bench interference` found for `budget_key`, or None."""
     found = read_kept("budgets").get(key)
-    if found is not None and (not isinstance(found, int) or found < 1):
-        logger.warning("a cached token budget is unreadable and ignored: %r", found)
+    if found is None:
         return None
-    return found
+    is_number = isinstance(found, int) and not isinstance(found, bool)
+    if not is_number or not 1 <= found <= LARGEST_KEPT_BUDGET:
+        logger.warning("a cached token budget is unreadable and ignored: %.80r", found)
+        return None
+    return int(found)
 
 
 def save_budget(key: str, budget: int) -> None:
