@@ -40,13 +40,10 @@ def connection_class() -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            self._is_pending = True
+            self._num_pending_bytes += len(data)
             super().data_received(data)
-            self._num_pending_bytes = self._num_pending_bytes + len(data) if self._is_pending else 0
-            if (
-                self._num_pending_bytes > refusals.MAX_HEAD_BYTES
-                and not self.transport.is_closing()
-            ):
+            too_large = self._num_pending_bytes > refusals.MAX_HEAD_BYTES
+            if too_large and not self.transport.is_closing():
                 self._refuse(refusals.head_too_large())
 
         def on_message_begin(self) -> None:
@@ -55,12 +52,12 @@ def connection_class() -> type[asyncio.Protocol]:
             self._timer = self.loop.call_later(HEAD_S, self.transport.close)
 
         def on_headers_complete(self) -> None:
-            self._is_pending = False
+            self._num_pending_bytes = 0
             self._timer.cancel()
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            self._is_pending = False
+            self._num_pending_bytes = 0
             super().on_body(body)
 
         def send_400_response(self, msg: str) -> None:
