@@ -38,7 +38,7 @@ from nanoserve.engine.executor import Executor
 from nanoserve.engine.sampling import sample
 from nanoserve.llm import engine_config
 from nanoserve.server.app import create_app
-from nanoserve.server.connection import connection_class
+from nanoserve.server.connection import Connection
 from nanoserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -493,7 +493,7 @@ def running(
     http_server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=connection_class(),
+            http=Connection,
             lifespan="on",
             ws="none",
             loop="asyncio",

@@ -28,7 +28,7 @@ from nanoserve.engine.build import describe_cache
 from nanoserve.engine.engine import Engine
 from nanoserve.llm import engine_config
 from nanoserve.server import create_app
-from nanoserve.server.connection import connection_class
+from nanoserve.server.connection import Connection
 from nanoserve.server.lifecycle import settle_heap
 from nanoserve.server.logs import configure
 from nanoserve.server.service import public_name
@@ -58,7 +58,7 @@ def serve_until_stopped(server: ServerOptions, engine: EngineOptions) -> None:
         http = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=connection_class(),
+                http=Connection,
                 lifespan="on",
                 ws="none",
                 log_config=None,
