@@ -53,7 +53,7 @@ TERMINAL_ROOMS = {
 }
 LIGHT_LIBRARIES = frozenset({"numpy", "tokenizers", "typer", "rich", "torch"})
 """May stand at the top of a module (torch in its places); all else is imported where it is used."""
-ROOM_LIBRARIES = {"server": frozenset({"fastapi", "prometheus_client"})}
+ROOM_LIBRARIES = {"server": frozenset({"fastapi", "prometheus_client", "uvicorn"})}
 """A room that is an extra as a whole may have that extra's libraries at the top, too."""
 
 
