@@ -72,11 +72,42 @@ class NativeExecutor:
         """
         return self._run(batch, logits=None)
 
-    def execute_with_logits(self, batch: StepBatch) -> tuple[StepResult, NDArray[np.float32]]:
-        """`execute`, and the raw logits [R, V] beside it: for tests, which compare their bytes."""
-        shape = (len(batch.targets), self.spec.model.vocab_size)
-        logits = np.empty(shape, dtype=np.float32)
+    def execute_with_logits(
+        self, batch: StepBatch, logits: NDArray[np.float32] | None = None
+    ) -> tuple[StepResult, NDArray[np.float32]]:
+        """`execute`, and the raw logits [R, V] beside it: for tests, which compare their bytes, and
+        for whoever times them, into memory of the caller's own.
+        """
+        if logits is None:
+            shape = (len(batch.targets), self.spec.model.vocab_size)
+            logits = np.empty(shape, dtype=np.float32)
         return self._run(batch, logits), logits
+
+    def attend(
+        self,
+        batch: StepBatch,
+        q: NDArray[np.float32],
+        k: NDArray[np.float32],
+        v: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> None:
+        """The attention of a step alone: in every layer `k` and `v` are stored, then `q` attends.
+
+        All are [T, C]; `out` takes the last layer's result. For benchmarks, which thus time this
+        part of a step and fill a cache with what they know. Raises as `execute` does, and
+        ValueError for a batch that wants logits or has more than 512 tokens.
+        """
+        if not self.is_open:
+            raise RuntimeError("this executor was closed")
+        shape = (len(batch.token_ids), self.spec.model.n_embd)
+        if any(given.shape != shape for given in (q, k, v, out)):
+            raise ValueError(f"q, k, v and out must be {shape}")
+        self.library.check(
+            self.library.call.ns_attend,
+            self.handle,
+            core_batch(batch, bytearray()),
+            *map(address_of, (q, k, v, out)),
+        )
 
     def _run(self, batch: StepBatch, logits: NDArray[np.float32] | None) -> StepResult:
         if not self.is_open:

@@ -118,6 +118,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ns_put": (c_int32, (c_void_p, c_char_p, c_void_p, c_int32, c_int64, c_int64, *_WHY)),
     "ns_ready": (c_int32, (c_void_p, *_WHY)),
     "ns_step": (c_int32, (c_void_p, POINTER(Batch), POINTER(Result), *_WHY)),
+    "ns_attend": (c_int32, (c_void_p, POINTER(Batch), *(c_void_p,) * 4, *_WHY)),
     "ns_resize_cache": (c_int32, (c_void_p, c_int32, c_int32, *_WHY)),
     "ns_set_threads": (c_int32, (c_void_p, c_int32, *_WHY)),
     "ns_poison": (None, (c_void_p, c_void_p, c_int32)),

@@ -118,5 +118,7 @@ struct Model {
 
 // The whole of a step: checks, block copies, forward pass, logits, sampling. step.cpp
 void run_step(Model& model, const NsBatch& batch, const NsResult& result);
+void run_attention(Model& model, const NsBatch& batch, const float* q, const float* k,
+                   const float* v, float* out);
 
 }  // namespace ns

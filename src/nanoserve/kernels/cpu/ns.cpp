@@ -122,6 +122,12 @@ NS_EXPORT int ns_step(NsModel* model, const NsBatch* batch, NsResult* result, ch
                  [&](ns::Model& m) { ns::run_step(m, *batch, *result); });
 }
 
+NS_EXPORT int ns_attend(NsModel* model, const NsBatch* batch, const float* q, const float* k,
+                        const float* v, float* out, char* error, int32_t error_size) {
+  return guarded(model, error, error_size,
+                 [&](ns::Model& m) { ns::run_attention(m, *batch, q, k, v, out); });
+}
+
 NS_EXPORT int ns_resize_cache(NsModel* model, int32_t block_size, int32_t num_blocks, char* error,
                               int32_t error_size) {
   return guarded(model, error, error_size,

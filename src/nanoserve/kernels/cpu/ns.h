@@ -120,6 +120,12 @@ typedef struct {
 int ns_step(NsModel* model, const NsBatch* batch, NsResult* result, char* error,
             int32_t error_size);
 
+// The attention of a step alone, for benchmarks: in every layer these K and V are appended and this q
+// attends, all [T][C] with T <= 512; `out` [T][C] is the last layer's. The batch needs no rows, and
+// its token ids are not looked at beyond their range.
+int ns_attend(NsModel* model, const NsBatch* batch, const float* q, const float* k, const float* v,
+              float* out, char* error, int32_t error_size);
+
 // A new, empty cache in place of the old one; for the recompute layout, which keeps nothing. After
 // NS_NO_MEMORY the cache has no room at all until this succeeds.
 int ns_resize_cache(NsModel* model, int32_t block_size, int32_t num_blocks, char* error,

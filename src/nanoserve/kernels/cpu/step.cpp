@@ -173,6 +173,23 @@ class Slice {
     keep_hidden();
   }
 
+  // What attention costs of `run`, alone: given rows [T][C] in place of those that c_attn computes.
+  void run_attention(const float* q, const float* k, const float* v, float* out) {
+    for (int row = 0; row < count_; ++row) {
+      float* qkv = buffers_.qkv + qkv_width_ * row;
+      const size_t start = static_cast<size_t>(row) * C_;
+      std::copy_n(q + start, C_, qkv);
+      std::copy_n(k + start, C_, qkv + C_);
+      std::copy_n(v + start, C_, qkv + 2 * C_);
+    }
+    for (int layer = 0; layer < model_.config.n_layer; ++layer) {
+      append(layer);
+      attend(layer);
+    }
+    for (int row = 0; row < count_; ++row)
+      std::copy_n(buffers_.mixed + width_ * row, C_, out + static_cast<size_t>(row) * C_);
+  }
+
  private:
   // Calls work(row, thread) for each row of the slice.
   template <class Work>
@@ -381,6 +398,20 @@ void run_step(Model& model, const NsBatch& batch, const NsResult& result) {
     compute_logits(model, first, count);
     sample_rows(model, batch, result, first, count);
   }
+}
+
+void run_attention(Model& model, const NsBatch& batch, const float* q, const float* k,
+                   const float* v, float* out) {
+  require(batch.num_tokens >= 0 && batch.num_tokens <= kSliceRows && batch.num_seqs >= 0 &&
+              batch.num_rows == 0 && batch.num_copies == 0 && batch.table_width >= 0,
+          "attention alone takes at most " + number(kSliceRows) + " tokens, and neither logits nor "
+          "copies");
+  check_tokens(model.config, batch);
+  check_sequences(model.config, batch);
+  model.make_threads_usable();
+  grow_buffers(model, batch);
+  const FlushDenormals flush;
+  Slice(model, batch, 0, batch.num_tokens).run_attention(q, k, v, out);
 }
 
 }  // namespace ns
