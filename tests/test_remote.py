@@ -597,9 +597,12 @@ def test_through_a_jump_host_and_another_environment_file(ready: Box, sshd: Sshd
 
 @pytest.fixture
 def offline_sshd(tmp_path: Path) -> Iterator[Sshd]:
-    """Whoever logs in here installs nothing from a network and has a cache of their own."""
+    """Whoever logs in here installs nothing from a network and has a cache of their own.
+
+    And no compiler: a native core takes a minute, and tests/test_packaging.py builds it.
+    """
     cache = f"XDG_CACHE_HOME={tmp_path / 'cache'}"  # or `bench ceilings` would keep what it finds
-    running = start_sshd(tmp_path / "offline", f"SetEnv PIP_NO_INDEX=1 {cache}")
+    running = start_sshd(tmp_path / "offline", f"SetEnv PIP_NO_INDEX=1 CXX=false {cache}")
     yield running
     stop_sshd(running)
 
