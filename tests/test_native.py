@@ -12,7 +12,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -418,7 +417,7 @@ def test_recompute_needs_whole_contexts_and_makes_room_for_more_sequences() -> N
     run(noted.engine, [prompt_of(9)], GREEDY)
     run(noted.engine, [prompt_of(n) for n in (3, 40, 7, 9)], GREEDY)
     executor = executor_of(noted.engine)
-    torn = replace(noted.batches[0], context_lens=noted.batches[0].context_lens + 1)
+    torn = noted.batches[0].with_arrays(context_lens=noted.batches[0].context_lens + 1)
     with pytest.raises(RuntimeError, match="whole contexts"):
         executor._run(torn, None)
 
@@ -430,9 +429,9 @@ def test_what_a_step_cannot_address_is_refused_before_it_writes() -> None:
     batch = noted.batches[0]
     outside = np.full_like(batch.slot_mapping, 10**8)
     with pytest.raises(RuntimeError, match="slot 100000000"):
-        executor._run(replace(batch, slot_mapping=outside), None)
+        executor._run(batch.with_arrays(slot_mapping=outside), None)
     with pytest.raises(ValueError, match="token id 5000"):
-        executor._run(replace(batch, token_ids=np.full_like(batch.token_ids, 5000)), None)
+        executor._run(batch.with_arrays(token_ids=np.full_like(batch.token_ids, 5000)), None)
 
 
 def test_rows_that_are_not_finite_end_their_request_alone() -> None:

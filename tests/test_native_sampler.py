@@ -8,6 +8,7 @@ instruction set that this machine has is held to the reference, and to the other
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,9 +58,8 @@ def native(isa: str, case: Case) -> StepResult:
     """The same row through `ns_sample`."""
     core = library.load(isa)
     encoder = RowEncoder()  # it keeps what the row points to
-    rows = encoder.encode(
-        (case.sampling,), np.array([case.target], dtype=np.int32), np.array([case.draw])
-    )
+    target = memoryview(array("i", [case.target]))
+    rows = encoder.encode((case.sampling,), target, array("d", [case.draw]))
     answer = Answer(1, wants_top=True)
     vocab_size = len(case.logits)
     status = core.call.ns_sample(

@@ -137,6 +137,15 @@ class SamplingParams:
             )
 
     @property
+    def penalises(self) -> bool:
+        """Whether a logit depends on what was said already."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
     def num_choices(self) -> int:
         """Sequences to run: `best_of`, or `n`."""
         return self.best_of if self.best_of is not None else self.n
@@ -220,8 +229,9 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Window tokens that still need K and V; 1 in steady decode."""
-        return self.num_window_tokens - self.num_computed_tokens
+        """Window tokens that still need K and V; 1 in steady decode. Asked of all at every step."""
+        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return num_tokens - self.window_start - self.num_computed_tokens
 
     def window_tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at window positions [start, stop)."""

@@ -2,14 +2,16 @@
 
 Every layout speaks one addressing scheme: position p of a sequence lives in slot
 `block_tables[s, p // block_size] * block_size + p % block_size`. Contiguous is one block of
-`max_model_len`, `slots` has blocks of one, `paged` many. The integers are views of one int32 array,
-so a device needs one transfer.
+`max_model_len`, `slots` has blocks of one, `paged` many. All integers lie in one int32 array, so a
+device needs one transfer and a C core one address; as numpy arrays they are views of it, made for
+whoever asks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,21 +42,101 @@ class RowSampling:
     masked_token_ids: Sequence[int] = ()
 
 
+PARTS = (
+    "token_ids",
+    "positions",
+    "slot_mapping",
+    "query_starts",
+    "context_lens",
+    "logit_rows",
+    "targets",
+    "block_copies",
+    "block_tables",
+)
+"""The integer arrays of a `StepBatch`, in the order in which they lie."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """T token rows of S sequences; logits are computed for R of the rows."""
+    """T token rows of S sequences; logits are computed for R of the rows.
 
-    token_ids: Int32  # [T]
-    positions: Int32  # [T], within each sequence's window
-    slot_mapping: Int32  # [T], where each row's K and V are written
-    query_starts: Int32  # [S + 1], sequence s owns rows query_starts[s]:query_starts[s + 1]
-    context_lens: Int32  # [S], N of each sequence, this step's tokens included
-    block_tables: Int32  # [S, M], padded with the scratch block
-    logit_rows: Int32  # [R], rows whose logits are needed
-    targets: Int32  # [R], the token a row scores, or SAMPLED
-    block_copies: Int32  # [C, 2] (source, destination), done before any append
+    `integers` holds the arrays of `PARTS` end to end; `starts` says where each begins, and where
+    the last one ends.
+    """
+
+    num_tokens: int  # T
+    num_seqs: int  # S
+    num_rows: int  # R
+    table_width: int  # M
+    integers: array[int]  # int32
+    starts: tuple[int, ...]  # [len(PARTS) + 1]
+    uniforms: array[float]  # [R], `draws`
     sampling: tuple[RowSampling, ...]  # [R]
-    draws: NDArray[np.float64]  # [R], the uniform each row draws with
+
+    @property
+    def token_ids(self) -> Int32:
+        """[T]."""
+        return self._part(0)
+
+    @property
+    def positions(self) -> Int32:
+        """[T], within each sequence's window."""
+        return self._part(1)
+
+    @property
+    def slot_mapping(self) -> Int32:
+        """[T], where each row's K and V are written."""
+        return self._part(2)
+
+    @property
+    def query_starts(self) -> Int32:
+        """[S + 1], sequence s owns rows query_starts[s]:query_starts[s + 1]."""
+        return self._part(3)
+
+    @property
+    def context_lens(self) -> Int32:
+        """[S], N of each sequence, this step's tokens included."""
+        return self._part(4)
+
+    @property
+    def logit_rows(self) -> Int32:
+        """[R], rows whose logits are needed."""
+        return self._part(5)
+
+    @property
+    def targets(self) -> Int32:
+        """[R], the token a row scores, or SAMPLED."""
+        return self._part(6)
+
+    @property
+    def block_copies(self) -> Int32:
+        """[C, 2] (source, destination), done before any append."""
+        return self._part(7).reshape(-1, 2)
+
+    @property
+    def block_tables(self) -> Int32:
+        """[S, M], padded with the scratch block."""
+        return self._part(8).reshape(self.num_seqs, self.table_width)
+
+    @property
+    def draws(self) -> NDArray[np.float64]:
+        """[R], the uniform each row draws with."""
+        return np.asarray(self.uniforms)
+
+    def _part(self, index: int) -> Int32:
+        whole: Int32 = np.asarray(self.integers)
+        return whole[self.starts[index] : self.starts[index + 1]]
+
+    def with_arrays(self, **arrays: Int32) -> StepBatch:
+        """The same step with other integers, by the names of `PARTS`; none of this one's change."""
+        assert arrays.keys() <= set(PARTS), arrays.keys()
+        parts = [np.asarray(arrays.get(name, getattr(self, name))) for name in PARTS]
+        return pack_batch(
+            [part.ravel().tolist() for part in parts],
+            table_width=parts[-1].shape[1],
+            sampling=self.sampling,
+            draws=self.uniforms,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,39 +197,44 @@ def build_batch(
         tables += item.block_table
         tables += [scratch_block] * (width - len(item.block_table))
     copies = [block for pair in plan.block_copies for block in pair]
-    parts = [token_ids, positions, slots, starts, context_lens, rows]
-    parts += [[row.target for row in wanted], copies, tables]
-    views = split_buffer(parts)
+    targets = [row.target for row in wanted]
+    return pack_batch(
+        [token_ids, positions, slots, starts, context_lens, rows, targets, copies, tables],
+        table_width=width,
+        sampling=tuple([row.sampling for row in wanted]),
+        draws=[row.draw for row in wanted],
+    )
+
+
+def pack_batch(
+    parts: Sequence[list[int]],
+    *,
+    table_width: int,
+    sampling: tuple[RowSampling, ...],
+    draws: Iterable[float],
+) -> StepBatch:
+    """A step from its integers as lists, in the order of `PARTS`."""
     return StepBatch(
-        token_ids=views[0],
-        positions=views[1],
-        slot_mapping=views[2],
-        query_starts=views[3],
-        context_lens=views[4],
-        logit_rows=views[5],
-        targets=views[6],
-        block_copies=views[7].reshape(-1, 2),
-        block_tables=views[8].reshape(len(plan.scheduled), width),
-        sampling=tuple(row.sampling for row in wanted),
-        draws=np.array([row.draw for row in wanted], dtype=np.float64),
+        num_tokens=len(parts[0]),
+        num_seqs=len(parts[4]),
+        num_rows=len(parts[5]),
+        table_width=table_width,
+        integers=array("i", itertools.chain.from_iterable(parts)),
+        starts=tuple(itertools.accumulate(map(len, parts), initial=0)),
+        uniforms=array("d", draws),
+        sampling=sampling,
     )
 
 
 def scratch_batch(block_size: int, num_blocks: int) -> StepBatch:
     """One token through the scratch block, drawn by nobody: what a backend warms up with."""
     drawn = RowSampling(params=SamplingParams(), prompt_token_ids=(), output_token_ids=())
-    return StepBatch(
-        token_ids=np.zeros(1, np.int32),
-        positions=np.zeros(1, np.int32),
-        slot_mapping=np.full(1, num_blocks * block_size, np.int32),
-        query_starts=np.array([0, 1], np.int32),
-        context_lens=np.ones(1, np.int32),
-        block_tables=np.full((1, 1), num_blocks, np.int32),
-        logit_rows=np.zeros(1, np.int32),
-        targets=np.full(1, SAMPLED, np.int32),
-        block_copies=np.zeros((0, 2), np.int32),
+    slot = num_blocks * block_size
+    return pack_batch(
+        [[0], [0], [slot], [0, 1], [1], [0], [SAMPLED], [], [num_blocks]],
+        table_width=1,
         sampling=(drawn,),
-        draws=np.zeros(1),
+        draws=[0.0],
     )
 
 
@@ -159,10 +246,3 @@ def slot_range(item: ScheduledRequest, block_size: int, scratch_block: int) -> l
     if item.num_tokens == 1:
         return [table[start // block_size] * block_size + start % block_size]
     return [table[p // block_size] * block_size + p % block_size for p in range(start, stop)]
-
-
-def split_buffer(parts: Sequence[Sequence[int]]) -> list[Int32]:
-    """The lists as views of one int32 array, in order."""
-    ends = list(itertools.accumulate(map(len, parts)))
-    buffer = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int32, count=ends[-1])
-    return [buffer[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -27,7 +27,7 @@ from nanoserve.request import (
     SamplingParams,
     check_range,
 )
-from nanoserve.scheduling.plan import ScheduledRequest, StepPlan
+from nanoserve.scheduling.plan import NO_PLAN, ScheduledRequest, StepPlan
 
 
 class StepError(RuntimeError):
@@ -83,6 +83,8 @@ class Engine:
         self.poison_freed = poison_freed
         self._groups: dict[str, RequestGroup] = {}
         self._is_stepping = False
+        self._is_settled = True  # scheduler, log and groups agree, as they do between steps
+        self._plan = NO_PLAN  # of the step that is running
         self._late_aborts: list[str] = []
 
     @property
@@ -213,21 +215,26 @@ class Engine:
         """Plan, execute, commit: every scheduled request advances once.
 
         Raises StepError if the step could not be computed: its requests are dropped, the others
-        go on with the next. So does an interrupt (Ctrl-C), which is passed on as it came.
+        go on with the next. So does an interrupt (Ctrl-C), which is passed on as it came; where it
+        struck outside the executor, all that had begun is dropped, and what only waited goes on.
         """
-        self._is_stepping = True
+        self._is_stepping, self._is_settled = True, False
         try:
             return self._step()
+        except BaseException:
+            if not self._is_settled:
+                self._start_over()
+            raise
         finally:
-            self._is_stepping = False
+            self._is_stepping, self._is_settled, self._plan = False, True, NO_PLAN
             while self._late_aborts:
                 self.abort(self._late_aborts.pop())
 
     def _step(self) -> list[RequestDelta]:
         now = self.clock()
-        plan = self.scheduler.schedule(now)
+        self._plan = plan = self.scheduler.schedule(now)
         self.log.planned(plan, now)
-        deltas = self._expire(plan)
+        deltas = self._expire(plan) if plan.expired else []
         if plan.scheduled:
             outcome = self._compute(plan, deltas)
             self.scheduler.commit(plan, outcome.tokens, outcome.finished)
@@ -240,8 +247,9 @@ class Engine:
             if self.poison_freed:
                 self.executor.poison(self.scheduler.take_freed())
             result = self.executor.execute(self._build_batch(plan))
-            self.log.executed(self.clock())
-            return self._read(plan, result)
+            now = self.clock()
+            self.log.executed(now)
+            return self._read(plan, result, now)
         except BaseException as error:
             failed = self._fail(plan)
             if isinstance(error, Exception):
@@ -256,7 +264,21 @@ class Engine:
             self.log.ended(request, FinishReason.ERROR)
         failed = sorted({request.request_id for request in ended})
         self._late_aborts += failed
+        self._is_settled = True
         return failed
+
+    def _start_over(self) -> None:
+        """After an interrupt anywhere in a step: drop every request but those that only waited.
+
+        A request whose delta may be lost with the step is dropped too, however far it came.
+        """
+        self.scheduler.start_over()
+        self.log.interrupted()
+        touched = {row.request.request_id for row in self._plan.scheduled}
+        touched |= {request.request_id for request in self._plan.expired}
+        for request_id, group in list(self._groups.items()):
+            if request_id in touched or not group.only_waits:
+                self._late_aborts.append(request_id)
 
     def _build_batch(self, plan: StepPlan) -> StepBatch:
         return build_batch(
@@ -272,9 +294,8 @@ class Engine:
     def _logit_rows(self, item: ScheduledRequest) -> list[LogitRow]:
         return self._sequence(item.request).logit_rows(item) if item.writes else []
 
-    def _read(self, plan: StepPlan, result: StepResult) -> Outcome:
+    def _read(self, plan: StepPlan, result: StepResult, now: float) -> Outcome:
         """Take the rows of a step into their sequences."""
-        now = self.clock()
         outcome = Outcome([], {}, [])
         rows = read_tokens(result)
         for item in plan.scheduled:
@@ -282,7 +303,8 @@ class Engine:
             if not item.writes:
                 continue
             sequence = self._sequence(item.request)
-            sequence.read_prompt_rows(item, rows)
+            if sequence.scores_prompt:
+                sequence.read_prompt_rows(item, rows)
             if item.samples:
                 delta = sequence.read(next(rows), now)
                 outcome.tokens[-1] = delta.token_ids[0] if delta.token_ids else None

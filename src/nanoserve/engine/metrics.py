@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -36,9 +36,12 @@ class RequestAccount:
     sizes: array[int] = field(default_factory=lambda: array("I"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """One step. `digest` identifies the plan: which request advanced from where by how much."""
+    """One step. `digest` identifies the plan: which request advanced from where by how much.
+
+    Only its end is written later, once it is known.
+    """
 
     number: int
     started_s: float
@@ -49,6 +52,9 @@ class StepRecord:
     digest: int
     failed: bool = False
 
+
+Advance = tuple[int, int, int]
+"""(the account's number, where it stood, tokens)."""
 
 Event = tuple[int, Literal["add", "abort"], int]
 """(number of the step it preceded, what happened, the account's number)."""
@@ -66,12 +72,14 @@ class EngineLog:
         self.num_arrivals = 0
         self.num_finished = 0
         self.num_events = 0
+        self.is_torn = False  # a step was interrupted, and cannot be replayed
 
     @property
     def is_whole(self) -> bool:
-        """True while nothing has been dropped, which is what a replay needs."""
+        """True while nothing has been dropped or interrupted, which is what a replay needs."""
         return (
-            self.num_steps == len(self.steps)
+            not self.is_torn
+            and self.num_steps == len(self.steps)
             and self.num_finished == len(self.finished)
             and self.num_events == len(self.events)
         )
@@ -101,6 +109,7 @@ class EngineLog:
         """A step begins; a plan in which nothing happens is no step."""
         if not (plan.scheduled or plan.expired or plan.preempted):
             return
+        advances: list[Advance] = []
         for item in plan.scheduled:
             if item.writes:
                 account = self.active[item.request]
@@ -109,6 +118,7 @@ class EngineLog:
                 account.steps.append(self.num_steps)
                 account.starts.append(item.start)
                 account.sizes.append(item.num_tokens)
+                advances.append((account.number, item.start, item.num_tokens))
         self.steps.append(
             StepRecord(
                 number=self.num_steps,
@@ -117,34 +127,38 @@ class EngineLog:
                 num_seqs=len(plan.scheduled),
                 num_tokens=plan.num_tokens,
                 num_preempted=len(plan.preempted),
-                digest=plan_digest(plan, lambda request: self.active[request].number),
+                digest=hash(tuple(advances)),
             )
         )
         self.num_steps += 1
 
     def executed(self, now: float, *, failed: bool = False) -> None:
         """The step begun last has been computed (or its executor raised)."""
-        self.steps[-1] = replace(self.steps[-1], ended_s=now, failed=failed)
+        step = self.steps[-1]
+        step.ended_s, step.failed = now, failed
+
+    def interrupted(self) -> None:
+        """A step was broken off, its requests are finished: nothing of it will be heard again."""
+        self.is_torn = True
+        for request in [r for r in self.active if r.status is RequestStatus.FINISHED]:
+            self.ended(request, request.finish_reason or FinishReason.ERROR)
 
 
-def plan_digest(plan: StepPlan, number_of: Callable[[Request], int]) -> int:
-    """The same for equal plans in any process: only integers are hashed."""
-    return hash(
-        tuple(
-            (number_of(item.request), item.start, item.num_tokens)
-            for item in plan.scheduled
-            if item.writes
-        )
-    )
+def plan_digest(plan: StepPlan, numbers: Mapping[Request, int]) -> int:
+    """`StepRecord.digest`, the same for equal plans in any process: only integers are hashed."""
+    rows = [item for item in plan.scheduled if item.writes]
+    return hash(tuple((numbers[item.request], item.start, item.num_tokens) for item in rows))
 
 
 def replay(log: EngineLog, scheduler: Scheduler) -> int:
     """Run the recorded arrivals, aborts and tokens through a fresh `scheduler`; steps replayed.
 
-    Raises ValueError if the log has dropped something, or where a plan differs from the recorded.
+    Raises ValueError if the log has dropped something or holds a step that was interrupted, or
+    where a plan differs from the recorded.
     """
     if not log.is_whole:
-        raise ValueError("the log has dropped its oldest entries and cannot be replayed")
+        lacks = "holds an interrupted step" if log.is_torn else "has dropped its oldest entries"
+        raise ValueError(f"the log {lacks} and cannot be replayed")
     accounts = {a.number: a for a in (*log.finished, *log.active.values())}
     twins: dict[int, Request] = {}
     numbers: dict[Request, int] = {}
@@ -163,7 +177,7 @@ def replay(log: EngineLog, scheduler: Scheduler) -> int:
     for step in log.steps:
         catch_up(step.number)
         plan = scheduler.schedule(step.started_s)
-        if plan_digest(plan, numbers.__getitem__) != step.digest:
+        if plan_digest(plan, numbers) != step.digest:
             raise ValueError(f"step {step.number}: the replayed plan differs from the recorded one")
         if step.failed:
             commit_failed(scheduler, plan)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Iterable, Sequence
-from ctypes import addressof, c_char
-from dataclasses import replace
+from ctypes import sizeof
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoserve.engine.batch import Int32, RowSampling, StepBatch, StepResult, scratch_batch
+from nanoserve.engine.batch import PARTS, Int32, RowSampling, StepBatch, StepResult, scratch_batch
 from nanoserve.engine.executor import ExecutorSpec
 from nanoserve.kernels.cpu import library
 from nanoserve.kernels.cpu.library import MAX_TOP_LOGPROBS, Batch, Config, Library, Result, Row
@@ -30,7 +30,12 @@ _NO_LOGPROBS = -1
 _MAX_PLAIN_ROWS = 1024
 """Parameters remembered in the core's form; a server sees the same few again and again."""
 
-ROW = np.dtype(Row)
+INT32_BYTES = 4
+TARGETS = PARTS.index("targets")
+ROW_DOUBLES, ROW_INTS = sizeof(Row) // 8, sizeof(Row) // 4
+"""A row of the core, as an array of doubles or of int32 holds it."""
+
+DRAW, TARGET = Row.draw.offset // 8, Row.target.offset // 4
 
 
 class NativeExecutor:
@@ -59,12 +64,9 @@ class NativeExecutor:
         if not shares:
             put_weights(self.library, handle, tensors)
         self._num_private_blocks = config.num_blocks
+        self._gives_blocks = spec.layout == "recompute"
         self._rows = RowEncoder()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the core still holds the model: until `close`."""
-        return self._finalizer.alive
+        self.is_open = True  # the core holds the model, until `close`
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Raises ValueError for a batch that addresses what is not there, before it writes a byte;
@@ -79,7 +81,7 @@ class NativeExecutor:
         for whoever times them, into memory of the caller's own.
         """
         if logits is None:
-            shape = (len(batch.targets), self.spec.model.vocab_size)
+            shape = (batch.num_rows, self.spec.model.vocab_size)
             logits = np.empty(shape, dtype=np.float32)
         return self._run(batch, logits), logits
 
@@ -99,23 +101,25 @@ class NativeExecutor:
         """
         if not self.is_open:
             raise RuntimeError("this executor was closed")
-        shape = (len(batch.token_ids), self.spec.model.n_embd)
+        shape = (batch.num_tokens, self.spec.model.n_embd)
         if any(given.shape != shape for given in (q, k, v, out)):
             raise ValueError(f"q, k, v and out must be {shape}")
         self.library.check(
             self.library.call.ns_attend,
             self.handle,
-            core_batch(batch, bytearray()),
+            core_batch(batch, array("d")),
             *map(address_of, (q, k, v, out)),
         )
 
     def _run(self, batch: StepBatch, logits: NDArray[np.float32] | None) -> StepResult:
         if not self.is_open:
             raise RuntimeError("this executor was closed")
-        if self.spec.layout == "recompute":
+        if self._gives_blocks:
             batch = self._give_blocks(batch)
-        rows = self._rows.encode(batch.sampling, batch.targets, batch.draws)
-        answer = Answer(len(batch.targets), wants_top=self._rows.wants_top)
+        first, stop = batch.starts[TARGETS : TARGETS + 2]
+        targets = memoryview(batch.integers)[first:stop]
+        rows = self._rows.encode(batch.sampling, targets, batch.uniforms)
+        answer = Answer(batch.num_rows, wants_top=self._rows.wants_top)
         self.library.check(
             self.library.call.ns_step,
             self.handle,
@@ -142,7 +146,7 @@ class NativeExecutor:
             self._num_private_blocks = num_seqs
         blocks = np.arange(num_seqs, dtype=np.int32)
         slots = np.repeat(blocks * np.int32(block_size), lengths) + batch.positions
-        return replace(batch, slot_mapping=slots, block_tables=blocks.reshape(-1, 1))
+        return batch.with_arrays(slot_mapping=slots, block_tables=blocks.reshape(-1, 1))
 
     def warm_up(self) -> None:
         """One token through the scratch block, drawn and thrown away."""
@@ -179,6 +183,7 @@ class NativeExecutor:
 
     def close(self) -> None:
         """Give memory and threads back; closing again does nothing, a step then raises."""
+        self.is_open = False
         self._finalizer()
 
 
@@ -212,24 +217,27 @@ def core_config(spec: ExecutorSpec, num_threads: int) -> Config:
     return Config(**values)
 
 
-def core_batch(batch: StepBatch, rows: bytearray) -> Batch:
-    """The core's view of a step. It points to the arrays of `batch`, which must outlive it."""
+def core_batch(batch: StepBatch, rows: array[float]) -> Batch:
+    """The core's view of a step. It points into `batch` and `rows`, which must outlive it."""
+    start, _ = batch.integers.buffer_info()
+    where = [start + INT32_BYTES * first for first in batch.starts]
+    token_ids, positions, slots, queries, contexts, logit_rows, _, copies, tables, _ = where
     return Batch(
-        len(batch.token_ids),
-        len(batch.context_lens),
-        batch.block_tables.shape[1],
-        len(batch.targets),
-        len(batch.block_copies),
+        batch.num_tokens,
+        batch.num_seqs,
+        batch.table_width,
+        batch.num_rows,
+        (tables - copies) // (2 * INT32_BYTES),
         0,
-        address_of(batch.token_ids),
-        address_of(batch.positions),
-        address_of(batch.slot_mapping),
-        address_of(batch.query_starts),
-        address_of(batch.context_lens),
-        address_of(batch.block_tables),
-        address_of(batch.logit_rows),
-        address_of(batch.block_copies),
-        addressof(c_char.from_buffer(rows)) if rows else None,
+        token_ids,
+        positions,
+        slots,
+        queries,
+        contexts,
+        tables,
+        logit_rows,
+        copies,
+        rows.buffer_info()[0],
     )
 
 
@@ -269,6 +277,14 @@ def address_of(values: NDArray[np.generic]) -> int:
     return address
 
 
+class PlainRow(NamedTuple):
+    """The numbers of some parameters, in the core's form. `suffices` if they have nothing else."""
+
+    params: SamplingParams  # kept alive, so that its `id` is not used again
+    encoded: bytes
+    suffices: bool
+
+
 class RowEncoder:
     """Rows of a step as the core reads them, and whatever their pointers point to.
 
@@ -278,52 +294,47 @@ class RowEncoder:
 
     def __init__(self) -> None:
         self.wants_top = False
-        self._plain: dict[int, tuple[SamplingParams, bytes]] = {}
+        self._plain: dict[int, PlainRow] = {}
         self._kept: list[array[int] | array[float]] = []
 
     def encode(
-        self, sampling: Sequence[RowSampling], targets: Int32, draws: NDArray[np.float64]
-    ) -> bytearray:
-        """[R] rows of the step, end to end; valid, like `wants_top`, until the next call."""
+        self, sampling: Sequence[RowSampling], targets: memoryview, draws: array[float]
+    ) -> array[float]:
+        """[R] rows of the step, end to end; valid, like `wants_top`, until the next call.
+
+        `targets` are R int32.
+        """
         self.wants_top = False
         self._kept.clear()
-        encoded = bytearray().join(map(self._encode_row, sampling))
-        rows = np.frombuffer(encoded, dtype=ROW)
-        rows["draw"] = draws
-        rows["target"] = targets
-        return encoded
+        rows = array("d", b"".join([self._encode_row(row) for row in sampling]))
+        if rows:
+            rows[DRAW::ROW_DOUBLES] = draws
+            memoryview(rows).cast("B").cast("i")[TARGET::ROW_INTS] = targets
+        return rows
 
     def _encode_row(self, sampling: RowSampling) -> bytes:
-        params = sampling.params
-        plain = self._plain_row(params)
-        penalises = (
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-        )
-        scores = sampling.num_logprobs is not None
-        if not (penalises or scores or sampling.masked_token_ids or params.logit_bias):
-            return plain
-        row = Row.from_buffer_copy(plain)
-        if sampling.num_logprobs is not None:
-            row.num_logprobs = sampling.num_logprobs
-            self.wants_top |= sampling.num_logprobs > 0
-        if penalises:
+        plain = self._plain.get(id(sampling.params)) or self._plain_row(sampling.params)
+        masked, num_logprobs = sampling.masked_token_ids, sampling.num_logprobs
+        if plain.suffices and num_logprobs is None and not masked:
+            return plain.encoded
+        params, row = sampling.params, Row.from_buffer_copy(plain.encoded)
+        if num_logprobs is not None:
+            row.num_logprobs = num_logprobs
+            self.wants_top |= num_logprobs > 0
+        if params.penalises:
             row.prompt, row.num_prompt = self._keep(array("i", sampling.prompt_token_ids))
             row.output, row.num_output = self._keep(array("i", sampling.output_token_ids))
         row.bias_ids, row.num_biases = self._keep(array("i", params.logit_bias))
         row.biases, _ = self._keep(array("d", params.logit_bias.values()))
-        row.masked, row.num_masked = self._keep(array("i", sampling.masked_token_ids))
+        row.masked, row.num_masked = self._keep(array("i", masked))
         return bytes(row)
 
-    def _plain_row(self, params: SamplingParams) -> bytes:
-        """The numbers of `params`. Holding on to them keeps their `id` from being used again."""
-        known = self._plain.get(id(params))
-        if known is None:
-            if len(self._plain) >= _MAX_PLAIN_ROWS:
-                self._plain.clear()
-            known = self._plain[id(params)] = (params, plain_row(params))
-        return known[1]
+    def _plain_row(self, params: SamplingParams) -> PlainRow:
+        if len(self._plain) >= _MAX_PLAIN_ROWS:
+            self._plain.clear()
+        suffices = not (params.penalises or params.logit_bias)
+        self._plain[id(params)] = made = PlainRow(params, plain_row(params), suffices)
+        return made
 
     def _keep(self, values: array[int] | array[float]) -> tuple[int, int]:
         """Address and number of values, kept until the next step."""
@@ -353,31 +364,33 @@ class Answer:
 
     def __init__(self, num_rows: int, *, wants_top: bool) -> None:
         # One allocation, the widest first so that each part is aligned.
-        self._bytes = np.empty(13 * num_rows, dtype=np.uint8)
-        self.logprobs = self._bytes[: 8 * num_rows].view(np.float64)
-        self.token_ids = self._bytes[8 * num_rows : 12 * num_rows].view(np.int32)
-        self.finite = self._bytes[12 * num_rows :].view(np.bool_)
-        shape = (num_rows if wants_top else 0, MAX_TOP_LOGPROBS)
-        self._top_ids: Int32 = np.empty(shape, dtype=np.int32)
-        self._top_logprobs = np.empty(shape, dtype=np.float64)
+        memory = array("d", bytes(16 * max(1, num_rows)))
+        self._start, _ = memory.buffer_info()
+        self.logprobs = np.frombuffer(memory, np.float64, num_rows)
+        self.token_ids = np.frombuffer(memory, np.int32, num_rows, 8 * num_rows)
+        self.finite = np.frombuffer(memory, np.bool_, num_rows, 12 * num_rows)
+        self._top_ids: Int32 | None = None
+        if wants_top:
+            self._top_ids = np.empty((num_rows, MAX_TOP_LOGPROBS), dtype=np.int32)
+            self._top_logprobs = np.empty((num_rows, MAX_TOP_LOGPROBS), dtype=np.float64)
 
     def result(self, logits: NDArray[np.float32] | None = None) -> Result:
         """The core's view of it; `logits` [R, V] takes the raw rows, if they are wanted."""
-        num_rows, start = len(self.finite), address_of(self._bytes)
-        has_top = len(self._top_ids) > 0
+        num_rows, start = len(self.finite), self._start
+        top_ids = self._top_ids
         return Result(
             start + 8 * num_rows,
             start,
             start + 12 * num_rows,
-            address_of(self._top_ids) if has_top else None,
-            address_of(self._top_logprobs) if has_top else None,
+            None if top_ids is None else address_of(top_ids),
+            None if top_ids is None else address_of(self._top_logprobs),
             None if logits is None else address_of(logits),
         )
 
     def read(self, sampling: Sequence[RowSampling], vocab_size: int) -> StepResult:
         """What was written. No alternatives for a row that asked for none or is not finite."""
         top: tuple[tuple[tuple[int, float], ...], ...] = ((),) * len(self.finite)
-        if len(self._top_ids):
+        if self._top_ids is not None:
             wanted = [min(row.num_logprobs or 0, vocab_size) for row in sampling]
             rows = zip(self._top_ids, self._top_logprobs, wanted, self.finite.tolist(), strict=True)
             top = tuple(

@@ -57,14 +57,14 @@ class DrawStream:
 
     def __init__(self, seed: int, choice: int) -> None:
         self._seed, self._choice, self._start = seed, choice, 0
-        self._chunk = np.empty(0)  # drawn when first asked for
+        self._chunk: list[float] = []  # drawn when first asked for
 
     def at(self, index: int) -> float:
         """The uniform that output token `index` (from 0) is drawn with."""
         if not self._start <= index < self._start + len(self._chunk):
             self._start = index - index % _CHUNK_DRAWS
-            self._chunk = uniforms(self._seed, self._choice, self._start, _CHUNK_DRAWS)
-        return float(self._chunk[index - self._start])
+            self._chunk = uniforms(self._seed, self._choice, self._start, _CHUNK_DRAWS).tolist()
+        return self._chunk[index - self._start]
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -174,13 +174,7 @@ def _takes_raw_best(sampling: RowSampling) -> bool:
 def _adjusts(sampling: RowSampling) -> bool:
     """Whether bias, penalties or masks may touch the row's logits."""
     params = sampling.params
-    return (
-        len(params.logit_bias) > 0
-        or len(sampling.masked_token_ids) > 0
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
+    return len(params.logit_bias) > 0 or len(sampling.masked_token_ids) > 0 or params.penalises
 
 
 def _choose(row: Values, sampling: RowSampling, draw: float) -> int:

@@ -22,6 +22,7 @@ from nanoserve.request import (
     RequestDelta,
     RequestMetrics,
     RequestOutput,
+    RequestStatus,
     TokenLogprob,
 )
 from nanoserve.scheduling.plan import ScheduledRequest
@@ -79,7 +80,9 @@ class ActiveSequence:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.has_shown_prompt = False  # a delta carried `scored_prompt`
         self.is_broken = False  # a row of its prompt's logits was not finite
-        self.wants_logprobs = params.logprobs is not None or params.num_choices > params.n
+        self.scores_prompt = params.prompt_logprobs is not None and request.choice == 0
+        self.shows_logprobs = params.logprobs is not None
+        self.wants_logprobs = self.shows_logprobs or params.num_choices > params.n
         self.row_sampling = RowSampling(
             params=params,
             prompt_token_ids=request.prompt_token_ids,
@@ -90,26 +93,16 @@ class ActiveSequence:
 
     def logit_rows(self, item: ScheduledRequest) -> list[LogitRow]:
         """The rows of `item` that need logits: prompt tokens to score, then the one to draw."""
-        rows = [self._prompt_row(item, position) for position in self._scored_positions(item)]
+        positions = self._scored_positions(item) if self.scores_prompt else ()
+        rows = [self._prompt_row(item, position) for position in positions]
         if item.samples:
             num_output = len(self.request.output_token_ids)
             sampling = self.row_sampling
             if num_output < sampling.params.min_tokens:
                 masked = tuple(self.end_ids | self.eos_ids)
                 sampling = replace(sampling, masked_token_ids=masked)
-            rows.append(
-                LogitRow(
-                    offset=item.num_tokens - 1,
-                    target=SAMPLED,
-                    sampling=sampling,
-                    draw=self.draws.at(num_output),
-                )
-            )
+            rows.append(LogitRow(item.num_tokens - 1, SAMPLED, sampling, self.draws.at(num_output)))
         return rows
-
-    @property
-    def scores_prompt(self) -> bool:
-        return self.request.params.prompt_logprobs is not None and self.request.choice == 0
 
     @property
     def scored_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
@@ -118,8 +111,6 @@ class ActiveSequence:
 
     def _scored_positions(self, item: ScheduledRequest) -> range:
         """Positions of `item` whose rows score a prompt token, the next one, that none has yet."""
-        if not self.scores_prompt:
-            return range(0)
         last = len(self.request.prompt_token_ids) - 1
         first = max(item.start, len(self.prompt_logprobs))
         return range(first, min(item.start + item.num_tokens, last))
@@ -155,14 +146,14 @@ class ActiveSequence:
         if token.token_id in self.end_ids:
             self.stop_reason = token.token_id
             return self.end(FinishReason.STOP, token)
-        delta = self.text.push(token.token_id)
-        self.pieces.append(delta.text)
-        if delta.stop is not None:
-            self.stop_reason = delta.stop
-            return self._delta(delta.text, token, FinishReason.STOP)
+        text, stop = self.text.push(token.token_id)
+        self.pieces.append(text)
+        if stop is not None:
+            self.stop_reason = stop
+            return self._delta(text, token, FinishReason.STOP)
         if len(request.output_token_ids) + 1 >= request.max_tokens:
-            return self.end(FinishReason.LENGTH, token, delta.text)
-        return self._delta(delta.text, token, None)
+            return self.end(FinishReason.LENGTH, token, text)
+        return self._delta(text, token, None)
 
     def end(self, reason: FinishReason, token: Token | None = None, text: str = "") -> RequestDelta:
         """The last delta: text that was held back comes out now, and may complete a stop string."""
@@ -173,11 +164,11 @@ class ActiveSequence:
         return self._delta(text + held, token, reason)
 
     def _delta(self, text: str, token: Token | None, reason: FinishReason | None) -> RequestDelta:
-        wanted = self.request.params.logprobs is not None
+        request, wanted = self.request, self.shows_logprobs
         shown, self.has_shown_prompt = self.has_shown_prompt, True
         return RequestDelta(
-            request_id=self.request.request_id,
-            index=self.request.choice,
+            request_id=request.request_id,
+            index=request.choice,
             token_ids=() if token is None else (token.token_id,),
             text=text,
             logprobs=(token.scored,) if wanted and token is not None else None,
@@ -203,7 +194,7 @@ class ActiveSequence:
             token_ids=tuple(self.request.output_token_ids),
             finish_reason=reason,
             stop_reason=self.stop_reason,
-            logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
+            logprobs=tuple(self.logprobs) if self.shows_logprobs else None,
             cumulative_logprob=self.cumulative_logprob,
         )
 
@@ -227,6 +218,13 @@ class RequestGroup:
     @property
     def is_finished(self) -> bool:
         return len(self.finish_reasons) == len(self.sequences)
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether every choice that has not ended is queued, and some is."""
+        reasons = self.finish_reasons
+        left = [s.request for s in self.sequences if s.request.choice not in reasons]
+        return bool(left) and all(request.status is RequestStatus.WAITING for request in left)
 
     def release(self, delta: RequestDelta) -> list[RequestDelta]:
         """What the caller may see now that `delta` happened.

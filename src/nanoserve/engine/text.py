@@ -9,14 +9,13 @@ is held back; everything else leaves at once. Nothing is released twice, nothing
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from nanoserve.tokenizer import StreamDecoder, Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What one token released. `stop` is the stop string it completed, which ends the text."""
 
     text: str
@@ -47,6 +46,7 @@ class TextStream:
     ) -> None:
         self._decoder = StreamDecoder(tokenizer, skip_special_tokens, continues=continues)
         self._automaton = _automaton(stop)
+        self._never_stops = not stop
         self._state = 0
         self._held = ""
         self._includes_stop = include_stop_str_in_output
@@ -67,8 +67,8 @@ class TextStream:
         text = self._decoder.push(token_id)
         if self._num_unseen_tokens > 0:
             self._num_unseen_tokens -= 1
-            return TextDelta(text=text)
-        return TextDelta(text=self._release(text), stop=self._stop)
+            return TextDelta(text)
+        return TextDelta(self._release(text), self._stop)
 
     def finish(self) -> str:
         """The text held back, when no token follows. After a match there is none.
@@ -83,6 +83,8 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         """Reads `text` into the automaton; what it makes certain, with what was held before."""
+        if self._never_stops:
+            return text
         for index, character in enumerate(text):
             self._state = self._automaton.step(self._state, character)
             self._stop = self._automaton.completes[self._state]

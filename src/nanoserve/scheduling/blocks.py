@@ -55,6 +55,18 @@ class BlockPool:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evictions = 0
+        self._next_prefix_id = itertools.count(ROOT_PREFIX + 1)
+        self._freed: set[int] | None = set() if track_freed else None
+        self._make_empty()
+
+    def reset(self) -> None:
+        """Take every table away and forget what could be found; all blocks are garbage."""
+        if self._freed is not None:
+            self._freed.update(range(self.num_blocks))
+        self._make_empty()
+
+    def _make_empty(self) -> None:
+        num_blocks = self.num_blocks
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: lowest id first
         self._tables: dict[Hashable, tuple[int, ...]] = {}
@@ -63,9 +75,7 @@ class BlockPool:
         # What a full block's chain is called, its own tokens included. Also known for a block whose
         # content another one already offers, so that the blocks after it can be chained.
         self._prefix_ids: list[int | None] = [None] * num_blocks
-        self._next_prefix_id = itertools.count(ROOT_PREFIX + 1)
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently held first
-        self._freed: set[int] | None = set() if track_freed else None
 
     @property
     def num_available(self) -> int:

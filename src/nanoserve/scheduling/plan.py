@@ -45,3 +45,7 @@ class StepPlan:
     def num_tokens(self) -> int:
         """T: token rows the step computes."""
         return sum(s.num_tokens for s in self.scheduled)
+
+
+NO_PLAN = StepPlan(scheduled=())
+"""Nothing to compute, and nothing to commit."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from nanoserve.config import SchedulerConfig
 from nanoserve.request import FinishReason, Request, RequestStatus
 from nanoserve.scheduling.blocks import BlockPool
-from nanoserve.scheduling.plan import ScheduledRequest, StepPlan
+from nanoserve.scheduling.plan import NO_PLAN, ScheduledRequest, StepPlan
 from nanoserve.scheduling.policies import ContinuousBatching, StaticBatching, release
 from nanoserve.scheduling.queue import Rank, RankedQueue
 
@@ -128,7 +128,7 @@ class Scheduler:
         self._choices: dict[str, dict[int, Request]] = {}  # likewise, by id and choice
         self._deadlines = RankedQueue()
         self._arrivals = itertools.count()
-        self._uncommitted = StepPlan(scheduled=())
+        self._uncommitted = NO_PLAN
 
     @property
     def has_unfinished(self) -> bool:
@@ -165,12 +165,14 @@ class Scheduler:
                 f"request {request.request_id!r} is already running with another prompt: the "
                 "choices of one request_id share their prompt"
             )
-        self._choices.setdefault(request.request_id, siblings)[request.choice] = request
-        arrival = next(self._arrivals)
-        self._ranks[request] = (request.priority, arrival)
-        self._waiting.push(self._ranks[request], request)
+        self._enter(request, (request.priority, next(self._arrivals)))
+
+    def _enter(self, request: Request, rank: Rank) -> None:
+        self._ranks[request] = rank
+        self._choices.setdefault(request.request_id, {})[request.choice] = request
+        self._waiting.push(rank, request)
         if request.deadline_s is not None:
-            self._deadlines.push((request.deadline_s, arrival), request)
+            self._deadlines.push((request.deadline_s, rank[1]), request)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Request]:
         """Finish all choices of `request_id` (or the one asked for) with ABORT; free their blocks.
@@ -226,7 +228,7 @@ class Scheduler:
             raise RuntimeError("commit() takes the plan of the last schedule(), once")
         if len(tokens) != len(plan.scheduled):
             raise ValueError(f"{len(plan.scheduled)} rows were scheduled, got {len(tokens)} tokens")
-        self._uncommitted = StepPlan(scheduled=())
+        self._uncommitted = NO_PLAN
         for row, token in zip(plan.scheduled, tokens, strict=True):
             if not row.writes:
                 self.counters.computed_rows += 1
@@ -235,6 +237,25 @@ class Scheduler:
         for request in finished:
             assert request.status is RequestStatus.FINISHED, f"{request} was not in the plan"
         self._policy.settle(len(self._running))
+
+    def start_over(self) -> None:
+        """After `schedule` or `commit` was broken off at any point: what waits is all there is.
+
+        Everything else is finished with ERROR, and the cache holds nothing. Only who waits is taken
+        from what there was; whatever else follows from that, and half of it may be wrong by now.
+        """
+        ranks, self._ranks, self._choices = self._ranks, {}, {}
+        self._waiting, self._deadlines, self._running = RankedQueue(), RankedQueue(), []
+        self._uncommitted = NO_PLAN
+        self._policy.lingering.clear()
+        self.pool.reset()
+        for request, rank in ranks.items():
+            request.num_computed_tokens = 0
+            if request.status is RequestStatus.WAITING:
+                self._enter(request, rank)
+            else:
+                request.status = RequestStatus.FINISHED
+                request.finish_reason = FinishReason.ERROR
 
     def take_freed(self) -> list[int]:
         """Blocks whose content became garbage; asked between `schedule` and the step, by audits."""

@@ -34,6 +34,8 @@ class Tokenizer:
         self.prefix_token_ids = vocabulary.prefix_token_ids
         self.suffix_token_ids = vocabulary.suffix_token_ids
         self.chat_template = vocabulary.chat_template
+        # Of the tokens seen so far that are whole characters between whole characters.
+        self.whole_texts: dict[int, str] = {}
 
     @classmethod
     def gpt2(cls) -> Tokenizer:
@@ -127,7 +129,8 @@ class StreamDecoder:
     """Decodes ids one at a time; the texts in a row are exactly `Tokenizer.decode` of all ids.
 
     Text leaves as early as it can, but a character whose bytes have begun is held until it is whole
-    or proven to be none. The work per token is constant, whatever came before.
+    or proven to be none. The work per token is constant, whatever came before; most tokens are
+    whole characters, and are spelt once for all streams.
     """
 
     def __init__(
@@ -136,15 +139,28 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._at_start = not continues
+        self._is_between = continues  # whole characters, and the text has begun
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain. Raises ValueError for an unknown id."""
-        data = self._tokenizer.spell(
+        if self._is_between:
+            known = self._tokenizer.whole_texts.get(token_id)
+            if known is not None:
+                return known
+        return self._spell(token_id)
+
+    def _spell(self, token_id: int) -> str:
+        tokenizer, was_between = self._tokenizer, self._is_between
+        data = tokenizer.spell(
             token_id, at_start=self._at_start, skip_special_tokens=self._skip_special_tokens
         )
         self._at_start = self._at_start and not data
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._is_between = not self._at_start and not self._utf8.getstate()[0]
+        if was_between and self._is_between and token_id not in tokenizer.special_token_ids:
+            tokenizer.whole_texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         """The rest, when no token follows: U+FFFD for a character left unfinished, else ""."""
