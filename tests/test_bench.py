@@ -474,7 +474,7 @@ def test_records_that_were_skipped_are_said(
     path.write_bytes(path.read_bytes() + b'{"kind":"torn')
     results = report.load(tmp_path / "results")
     assert "it is not finished" in results.skipped[0]
-    assert [found.run for found in results.kvcache] == [recorded.run]
+    assert [told.run for told in results.chapters["kvcache"]] == [recorded.run]
 
 
 def test_a_number_that_was_never_recorded_cannot_be_quoted() -> None:
@@ -489,14 +489,14 @@ def test_quick_and_unfinished_runs_are_not_reported(
     fake_house()
     monkeypatch.setattr(kvcache, "QUICK", SCALE)
     kvcache.measure(options_in(tmp_path / "results", quick=True), QUIET)
-    assert only_file(tmp_path / "results").name == "kvcache-tiny-cpu-quick.jsonl"
+    assert only_file(tmp_path / "results").name == "kvcache-tiny-cpu-eager-quick.jsonl"
     results = report.load(tmp_path / "results")
-    assert results.kvcache == []
+    assert results.is_empty
     assert "Nothing has been recorded yet" in report.results_markdown(results)
 
 
 def test_without_a_results_folder_there_is_nothing_to_report(tmp_path: Path) -> None:
-    assert report.load(tmp_path / "none").main is None
+    assert report.load(tmp_path / "none").is_empty
 
 
 def test_plot_data_are_plain_and_the_picture_is_drawn_from_them_alone(
@@ -505,14 +505,15 @@ def test_plot_data_are_plain_and_the_picture_is_drawn_from_them_alone(
     data = json.loads(plots.plot_json(plots.kvcache_plot(recorded)))
     assert [point["context"] for point in data["single"]] == [1, 2, 4, 8, 16, 64, 128, 255]
     assert len(data["batched"]) == 2
-    svg, png = plots.save(data, tmp_path / "a" / "picture.v1")
+    svg, png = plots.save(data, tmp_path / "a" / "picture.v1", plots.draw_kvcache)
     assert svg.name == "picture.v1.svg"
     first = svg.read_bytes()
     assert b"<dc:date>" not in first
     assert png.read_bytes().startswith(b"\x89PNG")
-    plots.save(data, tmp_path / "a" / "picture.v1")
+    plots.save(data, tmp_path / "a" / "picture.v1", plots.draw_kvcache)
     assert svg.read_bytes() == first
-    plots.save(data | {"batched": [], "wins_from": None}, tmp_path / "b")
+    alone = data | {"batched": [], "wins_from": None}
+    plots.save(alone, tmp_path / "b", plots.draw_kvcache)
     assert (tmp_path / "b.svg").exists()
 
 
@@ -546,7 +547,7 @@ def test_ceilings_run_and_are_kept(
     kept = machine.load_cached_ceilings("cpu")
     assert kept == findings.ceilings_of(run.final_samples)
     assert set(kept.matmul_flops_per_s) == {"float32", "bfloat16"}
-    runner.show_ceilings(run, options, Screen())
+    runner.show_chapter(run, options, Screen())
     shown = " ".join(capsys.readouterr().out.split())
     assert "reads memory at" in shown
     assert "torch.sum again" in shown
@@ -694,7 +695,7 @@ def test_a_run_ends_with_table_paragraph_and_plot(
     text = " ".join(shown.out.split())
     assert "what does the cache buy, and where does it lose?" in text
     assert "The cache wins from context 16 on" in text
-    assert "kvcache-tiny-cpu.jsonl" in shown.err
+    assert "kvcache-tiny-cpu-eager.jsonl" in shown.err
     assert {path.suffix for path in (tmp_path / machine.slug()).iterdir()} == {
         ".jsonl",
         ".svg",

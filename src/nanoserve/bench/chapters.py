@@ -1,8 +1,8 @@
 """Experiments as screen and report tell them: one entry says all that is shown of one experiment.
 
 A chapter is data: how a run's conclusions are drawn, and which paragraph, tables, pictures and
-quotable numbers come of them. Runner and report treat all chapters alike, so a new experiment is an
-entry here. (`kvcache`, the main result, has pages of its own.)
+quotable numbers come of them. Runner, report and page treat all chapters alike, so a new experiment
+is an entry here. Titles carry no number: the report counts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,29 @@ from nanoserve.bench.findings.batching import (
     latency_table,
     transforms_text,
 )
+from nanoserve.bench.findings.ceilings import ceilings_paragraph, ceilings_table
 from nanoserve.bench.findings.interference import (
     InterferenceFindings,
     gap_table,
     interference_findings,
     interference_paragraph,
+)
+from nanoserve.bench.findings.kvcache import (
+    KVCacheFindings,
+    kvcache_findings,
+    kvcache_paragraph,
+    kvcache_table,
+    named_numbers,
+    prediction_table,
+)
+from nanoserve.bench.findings.memory import (
+    MemoryFindings,
+    memory_findings,
+    memory_notes,
+    memory_numbers,
+    memory_paragraph,
+    sequences_table,
+    terms_table,
 )
 from nanoserve.bench.findings.overhead import (
     OverheadFindings,
@@ -57,7 +75,8 @@ from nanoserve.bench.findings.serving import (
     serving_paragraph,
     throughput_table,
 )
-from nanoserve.bench.plots import PlotData
+from nanoserve.bench.memory_plots import ceilings_plot, draw_ceilings
+from nanoserve.bench.plots import PlotData, draw_kvcache, kvcache_plot
 from nanoserve.bench.record import Run
 
 if TYPE_CHECKING:
@@ -80,7 +99,8 @@ class Picture(Generic[Findings]):
 class Chapter(Generic[Findings]):
     """One experiment as it is told. `tables` go by caption, `pictures` by the name of their file.
 
-    `notes` is what must be said below the tables, `numbers` what prose may quote by name.
+    `details` are tables for the report alone, `notes` is what must be said below the tables,
+    `numbers` what prose may quote by name.
     """
 
     title: str
@@ -88,12 +108,32 @@ class Chapter(Generic[Findings]):
     paragraph: Callable[[Findings], str]
     tables: Mapping[str, Callable[[Findings], Table]]
     pictures: Mapping[str, Picture[Findings]] = field(default_factory=dict)
+    details: Mapping[str, Callable[[Findings], Table]] = field(default_factory=dict)
     notes: Callable[[Findings], str] | None = None
     numbers: Callable[[Findings], dict[str, str]] | None = None
 
 
+KVCACHE: Chapter[KVCacheFindings] = Chapter(
+    title="What does the cache buy, and where does it lose?",
+    conclude=kvcache_findings,
+    paragraph=kvcache_paragraph,
+    tables={"One step without and with the cache": kvcache_table},
+    details={
+        "Step times against what the measured ceilings predicted; prefill with its number of "
+        "tokens": prediction_table
+    },
+    pictures={
+        "kvcache": Picture(
+            alt="time of a step without and with the cache, by context, and the gain",
+            data=kvcache_plot,
+            draw=draw_kvcache,
+        )
+    },
+    numbers=named_numbers,
+)
+
 BATCH: Chapter[BatchFindings] = Chapter(
-    title="2. When does batching stop being free?",
+    title="When does batching stop being free?",
     conclude=batch_findings,
     paragraph=batch_paragraph,
     tables={"One decode step by batch, and tokens per second": batch_table},
@@ -108,7 +148,7 @@ BATCH: Chapter[BatchFindings] = Chapter(
 )
 
 BATCHING: Chapter[BatchingFindings] = Chapter(
-    title="3. Static or continuous?",
+    title="Static or continuous?",
     conclude=batching_findings,
     paragraph=batching_paragraph,
     tables={
@@ -138,6 +178,25 @@ INTERFERENCE: Chapter[InterferenceFindings] = Chapter(
     tables={"Gaps between two tokens of a stream, by the step's token budget": gap_table},
 )
 
+MEMORY: Chapter[MemoryFindings] = Chapter(
+    title="What sets the ceiling on concurrency?",
+    conclude=memory_findings,
+    paragraph=memory_paragraph,
+    tables={
+        "Sequences that fit, predicted before they were probed": sequences_table,
+        "Terms in MiB, from probes without a limit": terms_table,
+    },
+    pictures={
+        "memory_ceilings": Picture(
+            alt="bytes at the peak by sequences, up to the limit, and what they are made of",
+            data=ceilings_plot,
+            draw=draw_ceilings,
+        )
+    },
+    notes=memory_notes,
+    numbers=memory_numbers,
+)
+
 OVERHEAD: Chapter[OverheadFindings] = Chapter(
     title="What does the engine cost beside the model?",
     conclude=overhead_findings,
@@ -157,11 +216,21 @@ SERVING: Chapter[ServingFindings] = Chapter(
     numbers=serving_numbers,
 )
 
+CEILINGS: Chapter[Run] = Chapter(
+    title="Yardsticks: what can these machines do?",
+    conclude=lambda run: run,
+    paragraph=ceilings_paragraph,
+    tables={"Every load, and which of its kind is the ceiling": ceilings_table},
+)
+
 CHAPTERS: Mapping[str, Chapter[Any]] = {
+    "kvcache": KVCACHE,
     "batch": BATCH,
     "batching": BATCHING,
     "interference": INTERFERENCE,
+    "memory": MEMORY,
     "overhead": OVERHEAD,
     "serving": SERVING,
+    "ceilings": CEILINGS,
 }
-"""By experiment, in the order of the report."""
+"""By experiment; those that `report` has no place for are told in this order."""

@@ -17,12 +17,24 @@ from pathlib import Path
 from nanoserve.bench import machine
 from nanoserve.bench.findings import AACheck, aa_check, aa_values
 from nanoserve.bench.measure import Group, Rounds, Rules, Sample, plan_rounds, run_rounds, warm_up
-from nanoserve.bench.record import SCHEMA, Journal, Record, Run, read_runs, sample_record
+from nanoserve.bench.record import (
+    SCHEMA,
+    Journal,
+    Record,
+    Run,
+    full_name,
+    read_runs,
+    sample_record,
+)
 from nanoserve.bench.session import Options, Screen
 
 
 class VoidError(RuntimeError):
-    """The run means nothing and is recorded as void, or not at all; the message says why."""
+    """The run means nothing; the message says why. `run`: as recorded, None if nothing was."""
+
+    def __init__(self, message: str, run: Run | None = None) -> None:
+        super().__init__(message)
+        self.run = run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +78,11 @@ class Trial:
     header: Record = field(default_factory=dict)
     pace: Pace | None = None
 
+    @property
+    def full_name(self) -> str:
+        """`name`, and what else tells the run's file from others."""
+        return full_name(self.name, self.identity)
+
 
 def results_path(options: Options, experiment: str, name: str) -> Path:
     """`<out>/<machine>/<experiment>-<name>.jsonl`; quick runs have files of their own."""
@@ -85,17 +102,24 @@ def conduct(trial: Trial, options: Options, screen: Screen) -> Run:
     """Warm up, measure and record until an attempt passes its A/A check: twice at most.
 
     With `--resume` the last run of the file is taken up where it stopped, or given back if it is
-    complete. Raises VoidError, the run recorded as void, if equal arms were told apart twice.
+    complete. Raises VoidError with the run, recorded as void, if equal arms were told apart twice.
     """
     pace = trial.pace
     costs_s = warm_up_groups(trial, screen) if pace is None else dict(pace.costs_s)
     rounds = plan_rounds(costs_s, trial.rules) if pace is None else pace.rounds
-    path = results_path(options, trial.experiment, trial.name)
+    path = results_path(options, trial.experiment, trial.full_name)
     with Journal(path) as journal:
         run = begin(trial, rounds, options, screen, journal)
         if not run.is_complete:
             Recording(trial, run, journal, costs_s, screen).attempt_all()
-    return next(r for r in reversed(read_runs(path)[0]) if r.run_id == run.run_id)
+    finished = next(r for r in reversed(read_runs(path)[0]) if r.run_id == run.run_id)
+    if not finished.is_complete:
+        raise VoidError(
+            "two A/A misses: this machine is too busy or too unsteady to compare anything on it "
+            "now; the run is recorded as void",
+            finished,
+        )
+    return finished
 
 
 def warm_up_groups(trial: Trial, screen: Screen) -> dict[str, float]:
@@ -120,7 +144,7 @@ def begin(
     identity = {
         "schema": SCHEMA,
         "experiment": trial.experiment,
-        "name": trial.name,
+        "name": trial.full_name,
         "machine_id": machine.machine_id(fingerprint),
         **trial.identity,
     }
@@ -198,7 +222,7 @@ class Recording:
         self._identity = {name: run.header[name] for name in names}
 
     def attempt_all(self) -> None:
-        """Each attempt with its own seed, until one passes. Raises VoidError if none does."""
+        """Each attempt with its own seed, until one passes or none is left."""
         seeds = self.run.header["seeds"]
         for attempt, seed in enumerate(seeds):
             if attempt < len(self.run.checks):
@@ -208,10 +232,6 @@ class Recording:
             self.conclude(attempt, seed, check, is_last=attempt == len(seeds) - 1)
             if not check.is_miss:
                 return
-        raise VoidError(
-            "two A/A misses: this machine is too busy or too unsteady to compare anything on it "
-            "now; the run is recorded as void"
-        )
 
     def attempt(self, attempt: int, seed: int) -> list[Sample]:
         """All samples of one attempt, those recorded before an interruption included."""

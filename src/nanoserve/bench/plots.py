@@ -79,19 +79,14 @@ def plot_json(data: PlotData) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def save(
-    data: PlotData, stem: Path, draw: Callable[[PlotData], Figure] | None = None
-) -> list[Path]:
-    """Write `stem`.svg and `stem`.png. The SVG carries no date and no random ids.
-
-    `draw` None: the data are those of `kvcache_plot`.
-    """
+def save(data: PlotData, stem: Path, draw: Callable[[PlotData], Figure]) -> list[Path]:
+    """Write `stem`.svg and `stem`.png. The SVG carries no date and no random ids."""
     import matplotlib as mpl
 
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.parent / f"{stem.name}.{ending}" for ending in ("svg", "png")]
     with mpl.rc_context(STYLE):
-        figure = (draw or draw_kvcache)(data)
+        figure = draw(data)
         figure.savefig(paths[0], metadata={"Date": None})
         figure.savefig(paths[1], dpi=150)
     return paths

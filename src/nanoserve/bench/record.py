@@ -23,8 +23,11 @@ SCHEMA = 1
 """Version of the records. Raise it when the meaning of a field changes."""
 
 Record = dict[str, Any]
-KINDS = ("run", "sample", "aa", "end")
+KINDS = ("run", "sample", "aa", "prediction", "probe", "end")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s=:,'\"(])(?:/[\w.~-]+){2,}|(?:^|[\s='\"(])[A-Za-z]:\\|^/|~/")
+
+USUAL_EXECUTOR = {"cpu": "native", "cuda": "eager"}
+"""What `auto` means where everything is built: it goes without saying in a run's name."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +120,16 @@ def sample_record(sample: Sample, identity: Record, attempt: int) -> Record:
     return {"kind": "sample", **identity, "attempt": attempt, **asdict(sample)}
 
 
+def full_name(name: str, ran: Record) -> str:
+    """What ran, as in the name of its file: `name`, and the executor unless it is the usual one.
+
+    `ran` is a header or an identity. One that names no executor of ours has nothing to add.
+    """
+    executor, usual = ran.get("executor"), USUAL_EXECUTOR.get(ran.get("device", ""))
+    is_usual = executor not in USUAL_EXECUTOR.values() or executor == usual
+    return name if is_usual or name.endswith(f"-{executor}") else f"{name}-{executor}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One run as read back. `end` is None while it is unfinished."""
@@ -127,6 +140,11 @@ class Run:
     @property
     def run_id(self) -> str:
         return str(self.header["run"])
+
+    @property
+    def name(self) -> str:
+        """Model, device and what else tells this run's file from others of its experiment."""
+        return full_name(self.header["name"], self.header)
 
     @property
     def end(self) -> Record | None:

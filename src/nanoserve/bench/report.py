@@ -3,7 +3,8 @@
 `render` maps each generated text to its content; writing it, and checking in CI that nothing
 differs, are two uses of that one mapping. Pictures are drawn from the same data but never compared,
 since pixels depend on the version of matplotlib. A number in prose stands between markers,
-`<!-- nanoserve:NAME -->` and `<!-- /nanoserve -->`, and is replaced by the recorded one.
+`<!-- nanoserve:NAME -->` and `<!-- /nanoserve -->`, and is replaced by the recorded one. The page
+for a browser (`page.py`) tells the same sections in the same order.
 """
 
 from __future__ import annotations
@@ -15,25 +16,32 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.bench.chapters import CHAPTERS, Chapter, Picture
-from nanoserve.bench.findings import Table, machine_name
-from nanoserve.bench.findings.ceilings import ceilings_paragraph, ceilings_table
-from nanoserve.bench.findings.kvcache import (
-    KVCacheFindings,
-    kvcache_findings,
-    kvcache_paragraph,
-    kvcache_table,
-    named_numbers,
-    prediction_table,
-    subject,
-)
+from nanoserve.bench.findings import Table, ceilings_sentence, machine_name
+from nanoserve.bench.findings.kvcache import subject
 from nanoserve.bench.machine import slug_of
-from nanoserve.bench.plots import PlotData, kvcache_plot, plot_json, save
-from nanoserve.bench.record import Run, find_runs
+from nanoserve.bench.plots import PlotData, plot_json, save
+from nanoserve.bench.record import USUAL_EXECUTOR, Run, find_runs
+from nanoserve.bench.traps import TRAPS, TRAPS_INTRODUCTION, TRAPS_TITLE
 
 RESULTS_FILE, README_FILE = "RESULTS.md", "README.md"
 RESULTS_FOLDER, PLOTS_FOLDER = "results", "docs/plots"
 MAIN_MODEL = "gpt2"
 BLOCK = re.compile(r"(<!-- nanoserve:([\w.-]+) -->)(.*?)(<!-- /nanoserve -->)", re.DOTALL)
+
+QUESTIONS = (
+    ("kvcache",),
+    ("batch",),
+    ("roofline",),
+    ("memory",),
+    ("graphs",),
+    ("precision", "int8"),
+    ("batching",),
+    ("arrivals",),
+    ("peers",),
+)
+"""Sections 1 to 9: the experiments that answer each question."""
+
+YARDSTICKS = "ceilings"
 
 HEAD = """# Results
 
@@ -58,151 +66,179 @@ class Told:
         """The bare name for the main run of an experiment, else with what ran where."""
         machine = self.run.header["setup"]["machine"]
         place = slug_of(machine["cpu"], machine["cores"])
-        return picture if self.is_main else f"{picture}-{self.run.header['name']}-{place}"
+        return picture if self.is_main else f"{picture}-{self.run.name}-{place}"
+
+    @property
+    def heading(self) -> str:
+        """What ran where, in a line."""
+        header, where = self.run.header, machine_name(self.run)
+        if "model" not in header:
+            return where
+        return f"{header['model']} on {where}, {header['executor']} executor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One experiment in the report. `number` is "1", "6b", or "" beyond the nine questions."""
+
+    experiment: str
+    number: str
+    runs: Sequence[Told]
+
+    @property
+    def chapter(self) -> Chapter[Any]:
+        return CHAPTERS[self.experiment]
+
+    @property
+    def title(self) -> str:
+        return f"{self.number}. {self.chapter.title}" if self.number else self.chapter.title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What was found in the results folder: complete, full runs; and lines that were skipped."""
+    """What is told: runs by experiment, the main one first; and lines that were skipped."""
 
-    kvcache: Sequence[KVCacheFindings]
-    ceilings: Sequence[Run]
-    skipped: Sequence[str]
     chapters: Mapping[str, Sequence[Told]] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
 
     @property
-    def main(self) -> KVCacheFindings | None:
-        """The run that the README shows: GPT-2's, else the first there is."""
-        of_main_model = [f for f in self.kvcache if f.run.header["model"] == MAIN_MODEL]
-        return next(iter([*of_main_model, *self.kvcache]), None)
+    def is_empty(self) -> bool:
+        return not any(self.chapters.values())
+
+    @property
+    def sections(self) -> list[Section]:
+        """The nine questions, then the others, the yardsticks at the end; empty ones left out."""
+        order = numbered_experiments()
+        beyond = [name for name in self.chapters if name not in order and name != YARDSTICKS]
+        order |= dict.fromkeys([*beyond, YARDSTICKS], "")
+        return [
+            Section(experiment=name, number=number, runs=runs)
+            for name, number in order.items()
+            if (runs := self.chapters.get(name))
+        ]
+
+
+def numbered_experiments() -> dict[str, str]:
+    """Experiment to number: "1" to "9", and "6b" for a second experiment of one question."""
+    return {
+        name: f"{number}{'' if place == 0 else 'abcdef'[place]}"
+        for number, experiments in enumerate(QUESTIONS, start=1)
+        for place, name in enumerate(experiments)
+    }
 
 
 def load(results: Path) -> Results:
     """The last complete run of each file, by path; quick runs are for the screen only."""
-    kvcache, skipped = find_runs(results, "kvcache")
-    ceilings, also_skipped = find_runs(results, "ceilings")
-    skipped += also_skipped
-    chapters = {}
+    chapters, skipped = {}, []
     for experiment, chapter in CHAPTERS.items():
-        runs, also_skipped = find_runs(results, experiment)
-        chapters[experiment] = told_runs(chapter, runs)
-        skipped += also_skipped
+        runs, notes = find_runs(results, experiment)
+        full = [run for run in runs if not run.header["setup"]["quick"]]
+        chapters[experiment] = told_runs(chapter, full)
+        skipped += notes
+    return Results(chapters=chapters, skipped=skipped)
+
+
+def results_of(runs: Sequence[Run]) -> Results:
+    """Those of one session, quick ones too."""
     return Results(
-        kvcache=[kvcache_findings(run) for run in kvcache if not run.header["setup"]["quick"]],
-        ceilings=[run for run in ceilings if not run.header["setup"]["quick"]],
-        skipped=skipped,
-        chapters=chapters,
+        chapters={
+            name: told_runs(chapter, [run for run in runs if run.header["experiment"] == name])
+            for name, chapter in CHAPTERS.items()
+        }
     )
 
 
 def told_runs(chapter: Chapter[Any], runs: Sequence[Run]) -> list[Told]:
-    """The full runs of one experiment, `MAIN_MODEL`'s first; the first of all is the main one."""
-    full = [run for run in runs if not run.header["setup"]["quick"]]
-    full.sort(key=lambda run: run.header["model"] != MAIN_MODEL)  # stable: else by path
+    """The runs of one experiment; the first is the main one.
+
+    `MAIN_MODEL` comes first, then the executor that `auto` means; else they are in order of path.
+    """
+
+    def is_secondary(run: Run) -> tuple[bool, bool]:
+        header = run.header
+        usual = USUAL_EXECUTOR.get(header.get("device", ""))
+        return header.get("model") != MAIN_MODEL, header.get("executor") != usual
+
     return [
         Told(run=run, findings=chapter.conclude(run), is_main=number == 0)
-        for number, run in enumerate(full)
+        for number, run in enumerate(sorted(runs, key=is_secondary))
     ]
 
 
 def plot_data(results: Results) -> dict[str, PlotData]:
-    """File name without ending to data: `kvcache` for the main run, the others by what they ran."""
-    found = {}
-    for findings in results.kvcache:
-        found[plot_name(findings, results)] = kvcache_plot(findings)
-    for stem, picture, told in chapter_pictures(results):
-        found[stem] = picture.data(told.findings)
-    return found
+    """File name without ending to data: the bare name for the main run, else with what it ran."""
+    return {stem: picture.data(told.findings) for stem, picture, told in chapter_pictures(results)}
 
 
 def chapter_pictures(results: Results) -> Iterator[tuple[str, Picture[Any], Told]]:
     """(name of its file, picture, run) of everything that the chapters draw."""
-    for experiment, runs in results.chapters.items():
-        for name, picture in CHAPTERS[experiment].pictures.items():
-            for told in runs:
+    for section in results.sections:
+        for name, picture in section.chapter.pictures.items():
+            for told in section.runs:
                 yield told.stem(name), picture, told
-
-
-def plot_name(findings: KVCacheFindings, results: Results) -> str:
-    if findings is results.main:
-        return "kvcache"
-    machine = findings.run.header["setup"]["machine"]
-    return f"kvcache-{findings.run.header['name']}-{slug_of(machine['cpu'], machine['cores'])}"
 
 
 def results_markdown(results: Results) -> str:
     """RESULTS.md."""
-    parts = [HEAD]
-    if results.kvcache:
-        parts.append("## 1. What does the cache buy, and where does it lose?\n")
-        parts += [kvcache_section(findings, results) for findings in results.kvcache]
-    for experiment, runs in results.chapters.items():
-        chapter = CHAPTERS[experiment]
-        parts += [f"## {chapter.title}\n"] * bool(runs)
-        parts += [chapter_section(chapter, told) for told in runs]
-    if results.ceilings:
-        parts.append("## Yardsticks: what can these machines do?\n")
-        parts += [ceilings_section(run) for run in results.ceilings]
-    return "\n".join(parts) if len(parts) > 1 else HEAD + NOTHING
-
-
-def kvcache_section(findings: KVCacheFindings, results: Results) -> str:
-    """One run: picture, meaning, comparison, predictions, provenance."""
-    header = findings.run.header
+    if results.is_empty:
+        return HEAD + NOTHING
+    sections = results.sections
+    yardsticks = [section for section in sections if section.experiment == YARDSTICKS]
+    told = [section for section in sections if section.experiment != YARDSTICKS]
     return "\n".join(
         [
-            f"### {header['model']} on {machine_name(findings.run)}\n",
-            f"![{header['model']}: naive against cached]"
-            f"({PLOTS_FOLDER}/{plot_name(findings, results)}.svg)\n",
-            kvcache_paragraph(findings) + "\n",
-            markdown_table(kvcache_table(findings)),
-            "Step times against what the measured ceilings predicted; prefill with its number of "
-            "tokens:\n",
-            markdown_table(prediction_table(findings)),
-            provenance(findings.run),
+            HEAD,
+            *(part for section in told for part in section_parts(section)),
+            *traps_parts(results),
+            *(part for section in yardsticks for part in section_parts(section)),
         ]
     )
 
 
-def chapter_section(chapter: Chapter[Any], told: Told) -> str:
+def section_parts(section: Section) -> list[str]:
+    """One experiment: its title, and every run."""
+    return [f"## {section.title}\n", *(run_markdown(section.chapter, t) for t in section.runs)]
+
+
+def run_markdown(chapter: Chapter[Any], told: Told) -> str:
     """One run of a chapter: pictures, meaning, tables, notes, provenance."""
-    header, findings = told.run.header, told.findings
-    parts = [f"### {header['model']} on {machine_name(told.run)}\n"]
+    findings = told.findings
+    parts = [f"### {told.heading}\n"]
     parts += [
-        f"![{header['model']}: {picture.alt}]({PLOTS_FOLDER}/{told.stem(name)}.svg)\n"
+        f"![{told.run.header['model']}: {picture.alt}]({PLOTS_FOLDER}/{told.stem(name)}.svg)\n"
         for name, picture in chapter.pictures.items()
     ]
     parts.append(chapter.paragraph(findings) + "\n")
-    for caption, table in chapter.tables.items():
+    for caption, table in {**chapter.tables, **chapter.details}.items():
         parts += [f"{caption}:\n", markdown_table(table(findings))]
     if chapter.notes is not None:
         parts.append(chapter.notes(findings) + "\n")
-    return "\n".join([*parts, provenance(told.run)])
+    return "\n".join([*parts, provenance(told.run) + "\n"])
 
 
-def ceilings_section(run: Run) -> str:
-    return "\n".join(
-        [
-            f"### {machine_name(run)}\n",
-            ceilings_paragraph(run) + "\n",
-            markdown_table(ceilings_table(run)),
-            provenance(run),
-        ]
-    )
+def traps_parts(results: Results) -> list[str]:
+    """What gave, or would have given, confidently wrong numbers."""
+    runs = {name: [told.findings for told in runs] for name, runs in results.chapters.items()}
+    parts = [f"## {TRAPS_TITLE}\n", TRAPS_INTRODUCTION + "\n"]
+    for trap in TRAPS:
+        measured = trap.measured(runs)
+        parts.append(f"**{trap.name}.** {' '.join([trap.looks, *measured, trap.avoided])}\n")
+    return parts
 
 
 def provenance(run: Run) -> str:
-    """What ran, on which versions, under which seed."""
+    """What ran, against which ceilings, on which versions, under which seed."""
     header, software = run.header, run.header["setup"]["machine"]["software"]
     seed = header["seeds"][len(run.checks) - 1]
-    what = "" if header["experiment"] == "ceilings" else f"{subject(run)}; "
+    what = f"{subject(run)}; " if "engine" in header["setup"] else ""
     libraries = [name for name in ("torch", "numpy", "nanoserve") if software[name]]
     versions = ", ".join(f"{name} {software[name]}" for name in libraries)
     edited = ", edited since" if software["edited"] else ""
-    return (
+    said = (
         f"Run `{header['run']}`: {what}Python {software['python']}, {versions} "
-        f"(commit {software['commit'] or 'unknown'}{edited}), seed {seed}.\n"
+        f"(commit {software['commit'] or 'unknown'}{edited}), seed {seed}."
     )
+    return " ".join([said, *ceilings_sentence(run)])
 
 
 def markdown_table(table: Table) -> str:
@@ -213,18 +249,18 @@ def markdown_table(table: Table) -> str:
 
 
 def quotable(results: Results) -> dict[str, str]:
-    """Everything that prose may quote: `EXPERIMENT.MODEL.NAME`, of the first run of each model."""
+    """Everything that prose may quote.
+
+    `EXPERIMENT.MODEL.NAME` is of the first run of each model, `EXPERIMENT.MODEL-DEVICE….NAME` of
+    the run whose file has that name.
+    """
     values: dict[str, str] = {}
-    for findings in results.kvcache:
-        prefix = f"kvcache.{findings.run.header['model']}"
-        numbers = named_numbers(findings) | {"table": markdown_table(kvcache_table(findings))}
-        for name, text in numbers.items():
-            values.setdefault(f"{prefix}.{name}", text)
     for experiment, runs in results.chapters.items():
         for told in runs:
             numbers = chapter_numbers(CHAPTERS[experiment], told)
-            for name, text in numbers.items():
-                values.setdefault(f"{experiment}.{told.run.header['model']}.{name}", text)
+            for prefix in (told.run.header.get("model", told.run.name), told.run.name):
+                for name, text in numbers.items():
+                    values.setdefault(f"{experiment}.{prefix}.{name}", text)
     return values
 
 
@@ -289,9 +325,8 @@ def write(root: Path, results: Results) -> list[Path]:
 
 def draw(root: Path, results: Results) -> list[Path]:
     """Draw every plot from its data; the paths."""
-    draws = {stem: picture.draw for stem, picture, _ in chapter_pictures(results)}
     return [
         path
-        for name, data in plot_data(results).items()
-        for path in save(data, root / PLOTS_FOLDER / name, draws.get(name))
+        for stem, picture, told in chapter_pictures(results)
+        for path in save(picture.data(told.findings), root / PLOTS_FOLDER / stem, picture.draw)
     ]

@@ -1,12 +1,16 @@
 """`python -m nanoserve.bench NAME…`: runs experiments one after another and shows what they say.
 
-`nanoserve bench` calls the same `run`. Errors leave as one line with an exit code: 2 for a request
-that was wrong, 1 for a fault of ours or of the machine, 130 for Ctrl-C.
+`nanoserve bench` calls the same `main`; `bench compare A B` holds two recorded results against each
+other. Errors leave as one line with an exit code: 2 for a request that was wrong, 1 for a fault of
+ours or of the machine, 3 for a run that is void because the machine was too unsteady (its tables
+are shown and marked), 130 for Ctrl-C. Of several experiments one that fails does not lose the
+others: the last line says which, and the code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +20,7 @@ from typing import Any, NoReturn, get_args
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nanoserve.bench import plots
+from nanoserve.bench import compare, machine, page, plots, report
 from nanoserve.bench.chapters import CHAPTERS
 from nanoserve.bench.conduct import VoidError, check_out, results_path
 from nanoserve.bench.experiments import (
@@ -25,23 +29,24 @@ from nanoserve.bench.experiments import (
     ceilings,
     interference,
     kvcache,
+    memory,
     overhead,
     serving,
 )
-from nanoserve.bench.findings import Table
-from nanoserve.bench.findings.ceilings import ceilings_paragraph, ceilings_table
-from nanoserve.bench.findings.kvcache import (
-    kvcache_findings,
-    kvcache_paragraph,
-    kvcache_table,
-)
+from nanoserve.bench.findings import Table, duration_text
+from nanoserve.bench.measure import now_s
 from nanoserve.bench.record import Run
 from nanoserve.bench.session import Options, Screen
 from nanoserve.config import Device, DtypeOption, ExecutorName, LoadFormat
 from nanoserve.engine.engine import StepError
 
-ALL = "all"
-INTERRUPTED = 130
+ALL, COMPARE = "all", "compare"
+FAULT, USAGE, VOID, INTERRUPTED = 1, 2, 3, 130
+
+EXPECTED = (ValueError, VoidError, StepError, OSError, MemoryError, ModuleNotFoundError)
+"""What an experiment may raise: one line says it all."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,34 +58,20 @@ class Experiment:
     show: Callable[[Run, Options, Screen], None]
 
 
-def show_ceilings(run: Run, _: Options, screen: Screen) -> None:
-    """Every load's rate and what they mean."""
-    screen.show(rich_table(ceilings_table(run)))
-    screen.show(ceilings_paragraph(run))
-
-
-def show_kvcache(run: Run, options: Options, screen: Screen) -> None:
-    """The comparison, what it means here, and where records and plot are."""
-    findings = kvcache_findings(run)
-    screen.show(rich_table(kvcache_table(findings)))
-    screen.show(kvcache_paragraph(findings))
-    path = results_path(options, run.header["experiment"], run.header["name"])
-    try:
-        pictures = plots.save(plots.kvcache_plot(findings), path.with_suffix(""))
-    except ModuleNotFoundError as error:
-        screen.say(f"No plot: {error.name} is not installed (pip install 'nanoserve[bench]').")
-    else:
-        screen.say(f"Records: {path}\nPlot: {pictures[-1]}")
+def show_tables(run: Run, screen: Screen) -> None:
+    chapter = CHAPTERS[run.header["experiment"]]
+    findings = chapter.conclude(run)
+    for table in chapter.tables.values():
+        screen.show(rich_table(table(findings)))
 
 
 def show_chapter(run: Run, options: Options, screen: Screen) -> None:
     """Tables, what they mean here, and where records and plots are."""
     chapter = CHAPTERS[run.header["experiment"]]
     findings = chapter.conclude(run)
-    for table in chapter.tables.values():
-        screen.show(rich_table(table(findings)))
+    show_tables(run, screen)
     screen.show(chapter.paragraph(findings))
-    path = results_path(options, run.header["experiment"], run.header["name"])
+    path = results_path(options, run.header["experiment"], run.name)
     screen.say(f"Records: {path}")
     for name, picture in chapter.pictures.items():
         stem = path.with_name(f"{name}-{path.stem.partition('-')[2]}")
@@ -92,16 +83,22 @@ def show_chapter(run: Run, options: Options, screen: Screen) -> None:
         screen.say(f"Plot: {pictures[-1]}")
 
 
+def show_void(run: Run, reason: str, screen: Screen) -> None:
+    """The tables of a run of which nothing may be claimed, and why not."""
+    screen.show(Text(f"VOID: {reason}.", style="bold"))
+    screen.show("What was measured, of which nothing may be claimed:")
+    show_tables(run, screen)
+
+
 EXPERIMENTS = {
-    "ceilings": Experiment(
-        question=ceilings.QUESTION, measure=ceilings.measure, show=show_ceilings
-    ),
-    "kvcache": Experiment(question=kvcache.QUESTION, measure=kvcache.measure, show=show_kvcache),
+    "ceilings": Experiment(question=ceilings.QUESTION, measure=ceilings.measure, show=show_chapter),
+    "kvcache": Experiment(question=kvcache.QUESTION, measure=kvcache.measure, show=show_chapter),
     "batch": Experiment(question=batch.QUESTION, measure=batch.measure, show=show_chapter),
     "batching": Experiment(question=batching.QUESTION, measure=batching.measure, show=show_chapter),
     "interference": Experiment(
         question=interference.QUESTION, measure=interference.measure, show=show_chapter
     ),
+    "memory": Experiment(question=memory.QUESTION, measure=memory.measure, show=show_chapter),
     "overhead": Experiment(question=overhead.QUESTION, measure=overhead.measure, show=show_chapter),
     "serving": Experiment(question=serving.QUESTION, measure=serving.measure, show=show_chapter),
 }
@@ -130,19 +127,95 @@ def resolve_names(names: Sequence[str]) -> list[str]:
     return list(EXPERIMENTS) if ALL in names else list(dict.fromkeys(names))
 
 
-def run(names: Sequence[str], options: Options, screen: Screen | None = None) -> None:
-    """Measure and show each experiment.
+def run(names: Sequence[str], options: Options, screen: Screen | None = None) -> int:
+    """Measure and show each experiment; the exit code.
 
-    Raises ValueError for a wrong request, VoidError for a run that means nothing, OSError where the
-    machine fails; what was recorded until then stays.
+    Of one experiment an error is raised: ValueError for a wrong request, VoidError for a run that
+    means nothing, OSError where the machine fails. Of several each has its turn. What was recorded
+    until then stays.
     """
     chosen = resolve_names(names)
     check_out(options)
     screen = screen or Screen()
-    for name in chosen:
-        experiment = EXPERIMENTS[name]
-        screen.show(Text.assemble((name, "bold"), f": {experiment.question}"))
-        experiment.show(experiment.measure(options, screen), options, screen)
+    if len(chosen) > 1:
+        return Series(chosen, options, screen).run()
+    measure_and_show(chosen[0], options, screen)
+    return 0
+
+
+def measure_and_show(name: str, options: Options, screen: Screen) -> Run:
+    """One experiment; its run. Raises what it raises, a void run shown before."""
+    experiment = EXPERIMENTS[name]
+    screen.show(Text.assemble((name, "bold"), f": {experiment.question}"))
+    try:
+        finished = experiment.measure(options, screen)
+    except VoidError as error:
+        if error.run is not None:
+            show_void(error.run, str(error), screen)
+        raise
+    experiment.show(finished, options, screen)
+    return finished
+
+
+class Series:
+    """Several experiments one after the other: each has its turn, whatever became of the others."""
+
+    def __init__(self, names: Sequence[str], options: Options, screen: Screen) -> None:
+        self.names, self.options, self.screen = names, options, screen
+        self.finished: list[Run] = []
+        self.failed: dict[str, str] = {}
+        self._started_s = now_s()
+
+    def run(self) -> int:
+        """All of them, and a page of those that came to their end; the exit code."""
+        for place, name in enumerate(self.names):
+            self.screen.say(f"[{place + 1} of {len(self.names)}] {name}{self.time_left(place)}")
+            self.attempt(name)
+        self.write_page()
+        self.screen.say(
+            f"{len(self.finished)} of {len(self.names)} experiments in "
+            f"{duration_text(now_s() - self._started_s)}"
+        )
+        for name, reason in self.failed.items():
+            complain(f"{name} failed: {reason}", FAULT)
+        return FAULT if self.failed else 0
+
+    def time_left(self, num_done: int) -> str:
+        """What has passed, and what the rest takes if it is like what was."""
+        if not num_done:
+            return ""
+        passed_s = now_s() - self._started_s
+        left_s = passed_s / num_done * (len(self.names) - num_done)
+        return f", {duration_text(passed_s)} passed, about {duration_text(left_s)} left"
+
+    def attempt(self, name: str) -> None:
+        """One experiment; if it fails, why is kept and said, a fault of ours with its traceback."""
+        try:
+            self.finished.append(measure_and_show(name, self.options, self.screen))
+        except EXPECTED as error:
+            self.fail(name, error)
+        except Exception as error:
+            logger.exception("%s has a fault of its own", name)
+            self.fail(name, error)
+
+    def fail(self, name: str, error: Exception) -> None:
+        self.failed[name] = " ".join(str(error).split()) or type(error).__name__
+        self.screen.say(f"{name} failed: {self.failed[name]}")
+
+    def write_page(self) -> None:
+        """One page for a browser with all that was measured now."""
+        if not self.finished:
+            return
+        ending = "-quick" if self.options.quick else ""
+        path = self.options.out / machine.slug() / f"report{ending}.html"
+        try:
+            page.write(path, report.results_of(self.finished))
+        except ModuleNotFoundError as error:
+            self.screen.say(
+                f"No page: {error.name} is not installed (pip install 'nanoserve[bench]')."
+            )
+        else:
+            self.screen.say(f"Page for a browser: {path}")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -155,7 +228,9 @@ class OneLineParser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The options of `bench`, their defaults from `Options`."""
     made = OneLineParser(
-        prog="nanoserve bench", description="Measure what a KV cache buys and what it costs."
+        prog="nanoserve bench",
+        description="Measure what a KV cache buys and what it costs.",
+        epilog=f"nanoserve bench {COMPARE} A B: two folders or files of results, held together.",
     )
     made.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*EXPERIMENTS, ALL]))
     made.add_argument("--model", default=Options().model, help="a name or a folder")
@@ -176,21 +251,29 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
-    given: dict[str, Any] = vars(parser().parse_args(arguments))
-    names: list[str] = given.pop("names")
-    if given.pop("list"):
-        for name, experiment in EXPERIMENTS.items():
-            print(f"{name:13} {experiment.question}")
-        return 0
+    typed = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        run(names, Options(**given))
+        if typed[:1] == [COMPARE]:
+            return compare.run(typed[1:], Screen())
+        given: dict[str, Any] = vars(parser().parse_args(typed))
+        names: list[str] = given.pop("names")
+        if given.pop("list"):
+            list_experiments()
+            return 0
+        return run(names, Options(**given))
     except ValueError as error:
-        return complain(error, 2)
-    except (VoidError, StepError, OSError, MemoryError, ModuleNotFoundError) as error:
-        return complain(error, 1)
+        return complain(error, USAGE)
+    except VoidError as error:
+        return complain(error, FAULT if error.run is None else VOID)
+    except EXPECTED as error:
+        return complain(error, FAULT)
     except KeyboardInterrupt:
         return complain("interrupted; --resume continues", INTERRUPTED)
-    return 0
+
+
+def list_experiments() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        print(f"{name:13} {experiment.question}")
 
 
 def complain(error: object, code: int) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 import typer.main
@@ -27,6 +27,7 @@ from nanoserve.cli.options import (
     SamplingOptions,
     ServerOptions,
     integer,
+    one_of,
     spread,
 )
 from nanoserve.cli.prompts import read_prompts
@@ -45,13 +46,14 @@ from nanoserve.cli.terminal import (
     remark,
     show,
 )
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, QuantizationOption
 
 DEFAULTS = EngineOptions()
 
 EXTRAS = {
     "torch": "torch",
     "matplotlib": "bench",
+    "plotly": "bench",
     "fastapi": "server",
     "uvicorn": "server",
     "prometheus_client": "server",
@@ -176,6 +178,14 @@ def plan(
     ] = None,
     dtype: Dtype = DEFAULTS.dtype,
     kv_cache_dtype: KVCacheDtype = DEFAULTS.kv_cache_dtype,
+    quantization: Annotated[
+        str,
+        typer.Option(
+            help="Of the weights, as generate has it.",
+            parser=one_of(get_args(QuantizationOption)),
+            metavar="|".join(get_args(QuantizationOption)),
+        ),
+    ] = DEFAULTS.quantization,
     context: Annotated[
         int | None,
         typer.Option(
@@ -185,15 +195,24 @@ def plan(
             metavar="INTEGER",
         ),
     ] = None,
+    ceilings: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the machine can do: JSON, or records of bench ceilings.",
+            show_default="as measured here",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what fits into a memory, and how fast a step should be; nothing is loaded."""
     from nanoserve.bench.machine import load_cached_ceilings
+    from nanoserve.cli.plan import read_ceilings
     from nanoserve.engine.build import available_memory_bytes, resolve_device, resolve_dtype
     from nanoserve.model.hub import find
     from nanoserve.model.weights import load_model_config
     from nanoserve.planner.memory import parse_bytes
-    from nanoserve.planner.plan import make_plan, plan_json, plan_table
+    from nanoserve.planner.plan import make_plan, plan_json, plan_tables
 
     memory_bytes = available_memory_bytes() if gpu_memory is None else parse_bytes(gpu_memory)
     device = resolve_device("auto" if gpu_memory is None else "cuda")
@@ -204,12 +223,14 @@ def plan(
         context=context,
         dtype=resolve_dtype(EngineConfig(dtype=dtype), device),
         kv_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
-        ceilings=load_cached_ceilings(device),
+        quantization=None if quantization == "none" else quantization,
+        ceilings=load_cached_ceilings(device) if ceilings is None else read_ceilings(ceilings),
     )
     if as_json:
         typer.echo(json.dumps(plan_json(made), indent=2))
-    else:
-        show(plan_table(made))
+        return
+    for table in plan_tables(made):
+        show(table)
 
 
 @app.command()
@@ -283,8 +304,17 @@ def report(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; fail if a text differs.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The page for a browser, all in one file.",
+            show_default="results/report.html of the project",
+        ),
+    ] = None,
 ) -> None:
-    """Render RESULTS.md, the README's numbers and the plots from what was recorded."""
+    """Render RESULTS.md, the README's numbers, the plots and a page from what was recorded."""
+    from nanoserve.bench import page
     from nanoserve.bench import report as rendering
 
     results = rendering.load(root / "results")
@@ -298,6 +328,7 @@ def report(
     let_interrupts_raise()
     for path in rendering.write(root, results):
         typer.echo(path)
+    typer.echo(page.write(html or root / rendering.RESULTS_FOLDER / page.PAGE_FILE, results))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -120,6 +120,31 @@ def ceilings_of(samples: Sequence[Sample]) -> Ceilings:
     )
 
 
+def ceilings_sentence(run: Run) -> list[str]:
+    """The run's own ceilings: those measured between its arms, else what its predictions used."""
+    between = [r for r in rates(run.final_samples) if r.group.startswith("ceiling")]
+    if between:
+        said = ", ".join(rate_text(rate) for rate in between)
+        return [f"Its own ceilings, measured between the arms: {said}."]
+    if "ceilings" not in run.header:
+        return []
+    found = Ceilings.from_json(run.header["ceilings"])
+    matmul = ", ".join(
+        f"{rate / 1e9:,.0f} GFLOP/s ({dtype})" for dtype, rate in found.matmul_flops_per_s.items()
+    )
+    read = f"{found.read_bytes_per_s / 1e9:,.1f} GB/s read"
+    return [f"Its own ceilings, measured before the arms: {read}, {matmul}."]
+
+
+def rate_text(rate: Rate) -> str:
+    """A rate in the unit people use for it."""
+    if rate.unit == "bytes":
+        return f"{rate.per_s / 1e9:,.1f} GB/s read"
+    if rate.unit == "flops":
+        return f"{rate.per_s / 1e9:,.0f} GFLOP/s ({rate.dtype})"
+    return f"{1e6 / rate.per_s:.2f} µs a dispatch"
+
+
 def machine_name(run: Run) -> str:
     """Processor and cores, as one would say it."""
     machine = run.header["setup"]["machine"]
@@ -147,7 +172,8 @@ def times(ratio: float) -> str:
 
 def off(predicted: float, measured: float) -> str:
     """How far a prediction was from what was measured, in per cent of the latter."""
-    return f"{(predicted - measured) / measured:+.0%}"
+    text = f"{(predicted - measured) / measured:+.0%}"
+    return "0%" if text in ("+0%", "-0%") else text
 
 
 def marked(distribution: Distribution) -> str:

@@ -83,6 +83,10 @@ class WholeText:
     naive_s: float
     cached_s: float
 
+    @property
+    def gain(self) -> float:
+        return self.naive_s / self.cached_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheFindings:
@@ -303,6 +307,7 @@ def kvcache_paragraph(findings: KVCacheFindings) -> str:
             "buys nothing for the prompt: prefill is the same work either way.",
             *resident_weights_sentence(findings),
             noise_sentence(findings.run),
+            *few_rounds_sentence(findings),
             *unsteady_sentence(findings),
         ]
     )
@@ -315,7 +320,19 @@ def unsteady_sentence(findings: KVCacheFindings) -> list[str]:
         return []
     return [
         f"Noisy cells: {marks.count('noisy')} of {len(marks)}, invalid ones: "
-        f"{marks.count('invalid')}; something else used this machine meanwhile."
+        f"{marks.count('invalid')}; the machine was not steady meanwhile."
+    ]
+
+
+def few_rounds_sentence(findings: KVCacheFindings) -> list[str]:
+    """Says what counts where rounds were too few for an interval."""
+    few = [c.speedup.n for c in findings.single if c.speedup.interval is None]
+    if not few:
+        return []
+    rounds = f"{few[0]}" if len(set(few)) == 1 else f"{min(few)} to {max(few)}"
+    return [
+        f"Where there were only {rounds} rounds, too few for an interval, the smallest ratio seen "
+        "decides whether the cache wins."
     ]
 
 
