@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nanoserve.config import ModelConfig
-from nanoserve.planner.memory import format_bytes, parse_bytes, plan_memory
+from nanoserve.planner.memory import (
+    HUGE_PAGE_BYTES,
+    LOGIT_ROWS,
+    PREFILL_ROWS,
+    MemoryModel,
+    activation_row_bytes,
+    format_bytes,
+    logits_row_bytes,
+    mapped_bytes,
+    parse_bytes,
+    plan_memory,
+)
 from nanoserve.planner.model import (
     StepShape,
     kv_bytes_per_token,
@@ -20,9 +31,10 @@ from nanoserve.planner.model import (
     read_weight_bytes,
     step_bytes,
     step_flops,
+    stored_weight_bytes,
     weight_bytes,
 )
-from nanoserve.planner.plan import make_plan, plan_json, plan_table
+from nanoserve.planner.plan import KV_DTYPES, make_plan, plan_json, plan_tables
 from nanoserve.planner.steptime import (
     Ceilings,
     num_eager_operations,
@@ -150,25 +162,116 @@ def test_impossible_steps_are_refused(values: dict[str, int]) -> None:
         StepShape(**values)
 
 
+@pytest.mark.parametrize("weights,bits", [("int8", 8), ("int8-weight-only", 8), ("int4", 4.5)])
+def test_quantised_weights_are_kept_with_their_scales_and_positions(
+    weights: str, bits: float
+) -> None:
+    """By hand: an untied embedding is packed like the matrices, positions take two bytes."""
+    positions = 2 * 1024 * 768
+    assert stored_weight_bytes(SMALL, weights) == read_weight_bytes(SMALL, weights) + positions
+    untied = replace(SMALL, tie_word_embeddings=False)
+    scales = 0 if weights == "int4" else 4 * 50257
+    embedding = 50257 * 768 * bits / 8 + scales
+    assert stored_weight_bytes(untied, weights) == stored_weight_bytes(SMALL, weights) + embedding
+
+
 @pytest.mark.parametrize(
-    "model, dtype, context, expected",
+    "model, dtype, kv_dtype, context, expected",
     [
-        (SMALL, "float32", 256, 1_338),
-        (SMALL, "float16", 256, 2_704),
-        (XL, "float16", 1_024, 72),
+        (SMALL, "float32", "float32", 256, 1_338),
+        (SMALL, "float16", "float16", 256, 2_704),
+        (SMALL, "float16", "int8", 256, 5_244),
+        (XL, "float16", "float16", 1_024, 72),
     ],
 )
-def test_sequences_in_24_gib(model: ModelConfig, dtype: str, context: int, expected: int) -> None:
-    plan = plan_memory(model, memory_bytes=24 * 2**30, context=context, dtype=dtype)
+def test_sequences_in_24_gib(
+    model: ModelConfig, dtype: str, kv_dtype: str, context: int, expected: int
+) -> None:
+    """Ignoring what a step holds; with that, by hand, some fewer."""
+    memory = {"memory_bytes": 24 * 2**30, "context": context}
+    plan = plan_memory(model, **memory, dtype=dtype, kv_dtype=kv_dtype)
     assert plan.num_sequences == expected
+    whole = plan_memory(model, **memory, dtype=dtype, kv_dtype=kv_dtype, with_buffers=True)
+    each = activation_row_bytes(model, dtype)
+    taken = PREFILL_ROWS * each + LOGIT_ROWS * 4 * 50257
+    room = 24 * 2**30 - weight_bytes(model, dtype) - taken
+    each += context * kv_bytes_per_token(model, kv_dtype)
+    assert whole.num_sequences == room // each < expected
 
 
-@given(st.integers(600 * 10**6, 10**12), st.integers(1, 1024))
-def test_a_plan_adds_up(memory_bytes: int, context: int) -> None:
-    plan = plan_memory(SMALL, memory_bytes=memory_bytes, context=context, dtype="float32")
-    assert plan.weight_bytes + plan.kv_bytes + plan.free_bytes == memory_bytes
-    assert 0 <= plan.free_bytes < plan.kv_bytes_per_sequence
+def test_what_a_decode_row_holds() -> None:
+    """x, norm, q, k, v and the heads' result are widths, then the MLP; logits are float32."""
+    assert activation_row_bytes(SMALL, "float32") == (6 * 768 + 3072) * 4
+    assert activation_row_bytes(SMALL, "float16") == (6 * 768 + 3072) * 2
+    assert logits_row_bytes(SMALL) == 201_028
+
+
+def test_logits_are_held_for_at_most_so_many_rows() -> None:
+    """Below the limit a sequence brings a row of logits, above it none."""
+
+    def sequences(memory_bytes: int) -> int:
+        return plan_memory(
+            SMALL, memory_bytes=memory_bytes, context=16, dtype="float32", with_buffers=True
+        ).num_sequences
+
+    each = 16 * 73_728 + 30_720
+    base = weight_bytes(SMALL, "float32") + PREFILL_ROWS * 30_720
+    below = base + 40 * (each + 201_028)
+    assert (sequences(below), sequences(below - 1)) == (40, 39)
+    above = base + LOGIT_ROWS * 201_028 + 100 * each
+    assert (sequences(above), sequences(above - 1)) == (100, 99)
+    edge = base + LOGIT_ROWS * (each + 201_028)
+    assert (sequences(edge), sequences(edge - 1)) == (LOGIT_ROWS, LOGIT_ROWS - 1)
+
+
+@given(st.integers(498 * 10**6, 10**12), st.integers(1, 1024), st.booleans())
+def test_a_plan_adds_up(memory_bytes: int, context: int, with_buffers: bool) -> None:
+    plan = plan_memory(
+        SMALL,
+        memory_bytes=memory_bytes,
+        context=context,
+        dtype="float32",
+        with_buffers=with_buffers,
+    )
+    terms = plan.weight_bytes + plan.buffer_bytes + plan.kv_bytes + plan.free_bytes
+    assert terms == memory_bytes
+    assert plan.free_bytes >= 0
+    if plan.num_sequences:
+        assert plan.free_bytes < plan.bytes_per_sequence
     assert plan.num_tokens >= plan.num_sequences * context
+
+
+def test_a_mapping_is_whole_pages_and_one_more() -> None:
+    assert mapped_bytes(5, 0) == 5
+    assert mapped_bytes(0, HUGE_PAGE_BYTES) == HUGE_PAGE_BYTES
+    assert mapped_bytes(1, HUGE_PAGE_BYTES) == 2 * HUGE_PAGE_BYTES
+    assert mapped_bytes(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES) == 2 * HUGE_PAGE_BYTES
+    assert mapped_bytes(HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES) == 3 * HUGE_PAGE_BYTES
+
+
+def memory_model(**values: float) -> MemoryModel:
+    terms = {"runtime_bytes": 10.0, "fixed_bytes": 100.0, "per_sequence_bytes": 3.0}
+    sizes = {"kv_bytes_per_token": 2, "block_size": 4, "huge_page_bytes": 0}
+    return MemoryModel(**{**terms, **sizes, **values})  # type: ignore[arg-type]
+
+
+def test_the_memory_model_is_its_terms() -> None:
+    """Seven tokens take two blocks of four; one more block is the scratch block."""
+    model = memory_model()
+    assert model.kv_bytes(5, 7) == (5 * 2 + 1) * 4 * 2
+    assert model.peak_bytes(5, 7) == 10 + 100 + 3 * 5 + 88
+    paged = memory_model(huge_page_bytes=64)
+    assert paged.peak_bytes(5, 7) == 10 + 100 + 128 + 192
+
+
+@given(st.integers(0, 5000), st.integers(1, 40), st.sampled_from([0, 64]), st.floats(0.0, 9.0))
+def test_the_ceiling_is_the_last_batch_within_the_limit(
+    limit: int, context: int, page: int, each: float
+) -> None:
+    model = memory_model(huge_page_bytes=page, per_sequence_bytes=each)
+    count = model.num_sequences(limit, context)
+    assert count == 0 or model.peak_bytes(count, context) <= limit
+    assert model.peak_bytes(count + 1, context) > limit
 
 
 def test_a_narrower_cache_holds_more() -> None:
@@ -291,22 +394,30 @@ def test_what_is_not_ceilings_is_refused(value: object) -> None:
 
 def test_a_plan_shows_shares_and_steps() -> None:
     plan = make_plan("gpt2", SMALL, memory_bytes=24 * 2**30, context=256, ceilings=CEILINGS)
+    assert list(plan.shares) == ["weights", "step buffers", "KV cache", "free"]
     assert sum(num_bytes for num_bytes, _ in plan.shares.values()) == 24 * 2**30
     assert sum(share for _, share in plan.shares.values()) == pytest.approx(1)
     one, many = plan.step_times
-    assert (one.num_seqs, many.num_seqs) == (1, 1_338)
+    assert (one.num_seqs, many.num_seqs) == (1, plan.memory.num_sequences)
+    assert 1_300 < plan.memory.num_sequences < 1_338
+    rows = [choice.memory.num_sequences for choice in plan.choices]
+    assert rows[0] < rows[1] == rows[2] < rows[3]
     assert many.tokens_per_s > one.tokens_per_s
     terminal = Console(file=io.StringIO(), width=100)
-    terminal.print(plan_table(plan))
+    for table in plan_tables(plan):
+        terminal.print(table)
     shown = terminal.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("124,439,808 parameters", "1,338", "72.0 KiB", "tok/s"):
+    for text in ("124,439,808 parameters", "1,338", "72.0 KiB", "tok/s", *KV_DTYPES):
         assert text in shown
 
 
 def test_a_plan_for_a_program_has_the_same_numbers() -> None:
     plan = make_plan("gpt2-xl", XL, memory_bytes=24 * 2**30, dtype="float16", ceilings=CEILINGS)
     answer = json.loads(json.dumps(plan_json(plan)))
-    assert (answer["num_sequences"], answer["context"]) == (72, 1024)
+    assert (answer["num_sequences_ignoring_buffers"], answer["context"]) == (72, 1024)
+    assert answer["num_sequences"] == 71
+    assert sum(term["bytes"] for term in answer["terms"].values()) == 24 * 2**30
+    assert [c["kv_cache_dtype"] for c in answer["kv_cache_dtypes"]] == list(KV_DTYPES)
     assert answer["kv_cache_dtype"] == "float16"
     assert answer["steps"] == []  # float16 was not measured: nothing is guessed
 
@@ -318,4 +429,23 @@ def test_a_plan_without_ceilings_predicts_nothing() -> None:
 def test_a_plan_in_which_no_sequence_fits() -> None:
     plan = make_plan("gpt2", SMALL, memory_bytes=500 * 10**6, ceilings=CEILINGS)
     assert (plan.memory.num_sequences, plan.step_times) == (0, ())
-    assert plan.memory.num_tokens == (500 * 10**6 - 497_759_232) // 73_728
+    assert plan.memory.free_bytes == 0  # what the weights leave is less than a step's buffers
+    ideal = plan.choice.without_buffers
+    assert (ideal.num_sequences, ideal.num_tokens) == (0, (500 * 10**6 - 497_759_232) // 73_728)
+
+
+def test_a_plan_of_quantised_weights() -> None:
+    """They leave more for K and V; how fast they are multiplied with is no ceiling there is."""
+    memory = {"memory_bytes": 2**30, "context": 256, "kv_dtype": "float16", "ceilings": CEILINGS}
+    plain, packed = (
+        make_plan("gpt2", SMALL, **memory, quantization=quantization)  # type: ignore[arg-type]
+        for quantization in (None, "int4")
+    )
+    assert (plain.weights, packed.weights) == ("float32", "int4")
+    assert packed.memory.weight_bytes == stored_weight_bytes(SMALL, "int4")
+    assert packed.memory.num_sequences > plain.memory.num_sequences
+    assert (len(plain.step_times), packed.step_times) == (2, ())
+    known = replace(CEILINGS, matmul_flops_per_s={"int4": 1e12})
+    memory |= {"ceilings": known}
+    told = make_plan("gpt2", SMALL, **memory, quantization="int4")  # type: ignore[arg-type]
+    assert told.step_times[0].step_s < plain.step_times[0].step_s

@@ -1,17 +1,29 @@
 """How many sequences fit into a memory beside the weights; sizes as people write and read them.
 
-Exact where it counts (weights, K and V) and silent about the rest: activations depend on the
-executor, and a decode step's are far below one per cent of the weights.
+Two views of one sum, fixed + per sequence x batch + KV(batch, context). A `MemoryPlan` counts
+everything from the model's shape, for a machine that need not be there. A `MemoryModel` has its
+first terms from probes of an executor that ran (`nanoserve bench memory`). K and V are exact in
+both.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from nanoserve.config import ModelConfig
-from nanoserve.planner.model import kv_bytes_per_token, weight_bytes
+from nanoserve.planner.model import dtype_bytes, kv_bytes_per_token, stored_weight_bytes
+
+LOGIT_ROWS = 64
+"""Rows of logits that an executor holds at once; more rows are computed in turns."""
+
+PREFILL_ROWS = 512
+"""Token rows of a prompt that are in flight at once."""
+
+HUGE_PAGE_BYTES = 2**21
+"""What the native core's mappings are made of."""
 
 UNITS: dict[str, int] = {
     "": 1,
@@ -55,27 +67,112 @@ def format_bytes(num_bytes: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """peak = runtime + fixed + per_sequence x batch + KV(batch, context), in bytes.
+
+    `runtime_bytes` is there before any model (interpreter, libraries), `fixed_bytes` are the
+    weights and what else no sequence adds to, `per_sequence_bytes` the activations and the row of
+    logits of one decoding sequence. The first three are measured or fitted; KV is exact, a scratch
+    block included. Where `huge_page_bytes` is not 0, buffers and cache are mappings of such pages,
+    each with one more to align it, as the native core's are.
+    """
+
+    runtime_bytes: float
+    fixed_bytes: float
+    per_sequence_bytes: float
+    kv_bytes_per_token: int
+    block_size: int
+    huge_page_bytes: int
+
+    def kv_bytes(self, batch: int, context: int) -> int:
+        """Of `batch` sequences in whole blocks."""
+        num_blocks = batch * -(-context // self.block_size) + 1
+        num_bytes = num_blocks * self.block_size * self.kv_bytes_per_token
+        return mapped_bytes(num_bytes, self.huge_page_bytes)
+
+    def buffer_bytes(self, batch: int) -> int:
+        """Of a step of `batch` decoding sequences."""
+        return mapped_bytes(max(0, round(self.per_sequence_bytes * batch)), self.huge_page_bytes)
+
+    def peak_bytes(self, batch: int, context: int) -> float:
+        growing = self.buffer_bytes(batch) + self.kv_bytes(batch, context)
+        return self.runtime_bytes + self.fixed_bytes + growing
+
+    def num_sequences(self, limit_bytes: float, context: int) -> int:
+        """The largest batch whose peak is within the limit; 0 if not even one sequence fits."""
+        if self.peak_bytes(1, context) > limit_bytes:
+            return 0
+        most = 1
+        while self.peak_bytes(2 * most, context) <= limit_bytes:
+            most *= 2
+        # `most` fits and twice as many do not: the peak never falls as the batch grows
+        return (
+            most
+            - 1
+            + bisect.bisect_right(
+                range(most, 2 * most),
+                limit_bytes,
+                key=lambda batch: self.peak_bytes(batch, context),
+            )
+        )
+
+
+def mapped_bytes(num_bytes: int, page_bytes: int) -> int:
+    """What a mapping of so many bytes takes: whole pages, and one to align them; 0: no pages."""
+    return num_bytes if page_bytes == 0 else (-(-num_bytes // page_bytes) + 1) * page_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """How `memory_bytes` divide into weights, whole sequences of `context` tokens, and a rest."""
+    """How `memory_bytes` divide into weights, buffers of a step, whole sequences, and a rest.
+
+    A step of B sequences holds activations of B decode rows and of one prompt's chunk
+    (`prefill_bytes`), and logits of at most `LOGIT_ROWS` rows. All zero: they are ignored.
+    """
 
     memory_bytes: int
     context: int
     weight_bytes: int
     kv_bytes_per_token: int
+    prefill_bytes: int = 0
+    activation_bytes: int = 0
+    logits_bytes: int = 0
 
     @property
     def kv_bytes_per_sequence(self) -> int:
         return self.kv_bytes_per_token * self.context
 
     @property
+    def bytes_per_sequence(self) -> int:
+        """What one more sequence takes, K and V included, up to `LOGIT_ROWS` sequences."""
+        return self.kv_bytes_per_sequence + self.activation_bytes + self.logits_bytes
+
+    @property
     def num_sequences(self) -> int:
         """Sequences of full `context` that fit at once; 0 if not even one does."""
-        return (self.memory_bytes - self.weight_bytes) // self.kv_bytes_per_sequence
+        room = self.memory_bytes - self.weight_bytes - self.prefill_bytes
+        few = room // self.bytes_per_sequence
+        if few < LOGIT_ROWS:
+            return max(0, few)
+        room -= LOGIT_ROWS * self.logits_bytes
+        return room // (self.kv_bytes_per_sequence + self.activation_bytes)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit however they are shared out: what a paged cache can hold."""
-        return (self.memory_bytes - self.weight_bytes) // self.kv_bytes_per_token
+        """Tokens that fit however they are shared out, as in a paged cache.
+
+        Beside the buffers of as many sequences as fit at full context.
+        """
+        room = self.memory_bytes - self.weight_bytes - self.buffer_bytes
+        return room // self.kv_bytes_per_token
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of a step of all the sequences that fit; never more than the weights leave."""
+        count = self.num_sequences
+        logits = min(count, LOGIT_ROWS) * self.logits_bytes
+        needed = self.prefill_bytes + count * self.activation_bytes + logits
+        return min(needed, self.memory_bytes - self.weight_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -85,7 +182,20 @@ class MemoryPlan:
     @property
     def free_bytes(self) -> int:
         """What is left: too little for one more sequence."""
-        return self.memory_bytes - self.weight_bytes - self.kv_bytes
+        return self.memory_bytes - self.weight_bytes - self.buffer_bytes - self.kv_bytes
+
+
+def activation_row_bytes(model: ModelConfig, dtype: str) -> int:
+    """One token row between two layers and within one: x, its norm, q, k, v, heads, and the MLP.
+
+    The buffers that both executors hold at once in a step, each counted once.
+    """
+    return (6 * model.n_embd + model.n_inner) * dtype_bytes(dtype)
+
+
+def logits_row_bytes(model: ModelConfig) -> int:
+    """Logits are float32 in every executor."""
+    return model.vocab_size * dtype_bytes("float32")
 
 
 def plan_memory(
@@ -95,25 +205,33 @@ def plan_memory(
     context: int,
     dtype: str,
     kv_dtype: str | None = None,
+    quantization: str | None = None,
+    with_buffers: bool = False,
 ) -> MemoryPlan:
     """How many sequences of `context` tokens fit beside the weights (`kv_dtype` None: `dtype`).
 
-    Raises ValueError if the context is outside the model's or the weights alone do not fit.
+    `with_buffers` counts what a step holds too, see `MemoryPlan`. Raises ValueError if the context
+    is outside the model's or the weights alone do not fit.
     """
     if not 1 <= context <= model.n_positions:
         raise ValueError(
             f"--context must be between 1 and the model's {model.n_positions} positions, "
             f"got {context}"
         )
-    weights = weight_bytes(model, dtype)
+    weights = stored_weight_bytes(model, quantization or dtype)
     if weights >= memory_bytes:
         raise ValueError(
-            f"the weights alone take {format_bytes(weights)} in {dtype}, the memory given is "
-            f"{format_bytes(memory_bytes)}: raise --gpu-memory or choose a smaller --dtype"
+            f"the weights alone take {format_bytes(weights)} in {quantization or dtype}, the "
+            f"memory given is {format_bytes(memory_bytes)}: raise --gpu-memory or choose a smaller "
+            "--dtype or --quantization"
         )
+    row_bytes = activation_row_bytes(model, dtype) if with_buffers else 0
     return MemoryPlan(
         memory_bytes=memory_bytes,
         context=context,
         weight_bytes=weights,
         kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype or dtype),
+        prefill_bytes=PREFILL_ROWS * row_bytes,
+        activation_bytes=row_bytes,
+        logits_bytes=logits_row_bytes(model) if with_buffers else 0,
     )

@@ -77,6 +77,21 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
     return num_parameters(model) * dtype_bytes(dtype)
 
 
+def stored_weight_bytes(model: ModelConfig, weights: str) -> int:
+    """Bytes of all parameters as they are kept; `weights` is a dtype or a quantisation.
+
+    What a step reads (scales included), and what it only looks up: positions, of 2 bytes where the
+    weights are quantised, and `wte` where it is not the head, packed like the matrices.
+    """
+    if weights not in QUANTIZED_BITS:
+        return weight_bytes(model, weights)
+    looked_up = model.n_positions * model.n_embd * dtype_bytes("bfloat16")
+    if not model.tie_word_embeddings:
+        packed = math.ceil(model.vocab_size * model.n_embd * QUANTIZED_BITS[weights] / 8)
+        looked_up += packed + CHANNEL_SCALE_BYTES[weights] * model.vocab_size
+    return read_weight_bytes(model, weights) + looked_up
+
+
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
     """Bytes of K and V of one token over all layers: 2 L C values, plus the codec's own.
 
