@@ -28,7 +28,7 @@ from nanoserve.config import (
     LoadFormat,
     SchedulerConfig,
 )
-from nanoserve.engine.batch import SAMPLED, Int32, RowSampling, StepBatch
+from nanoserve.engine.batch import SAMPLED, Int32, RowSampling, StepBatch, batch_of
 from nanoserve.engine.build import make_executor, resolve_spec, weight_tensors
 from nanoserve.engine.executor import Executor, ExecutorSpec
 from nanoserve.engine.native import NativeExecutor
@@ -211,7 +211,7 @@ def step(tables: Int32, positions: Int32, copies: Int32) -> StepBatch:
     greedy = RowSampling(
         params=SamplingParams(temperature=0.0), prompt_token_ids=(), output_token_ids=()
     )
-    return StepBatch(
+    return batch_of(
         token_ids=np.zeros(num_rows, dtype=np.int32),
         positions=positions,
         slot_mapping=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),

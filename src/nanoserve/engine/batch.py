@@ -129,14 +129,8 @@ class StepBatch:
 
     def with_arrays(self, **arrays: Int32) -> StepBatch:
         """The same step with other integers, by the names of `PARTS`; none of this one's change."""
-        assert arrays.keys() <= set(PARTS), arrays.keys()
-        parts = [np.asarray(arrays.get(name, getattr(self, name))) for name in PARTS]
-        return pack_batch(
-            [part.ravel().tolist() for part in parts],
-            table_width=parts[-1].shape[1],
-            sampling=self.sampling,
-            draws=self.uniforms,
-        )
+        ours = {name: getattr(self, name) for name in PARTS}
+        return batch_of(sampling=self.sampling, draws=self.uniforms, **(ours | arrays))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +217,19 @@ def pack_batch(
         starts=tuple(itertools.accumulate(map(len, parts), initial=0)),
         uniforms=array("d", draws),
         sampling=sampling,
+    )
+
+
+def batch_of(
+    *, sampling: tuple[RowSampling, ...], draws: Iterable[float], **arrays: Int32
+) -> StepBatch:
+    """A step from its integers as arrays, by the names of `PARTS`, all of them."""
+    assert arrays.keys() == set(PARTS), arrays.keys()
+    return pack_batch(
+        [np.ravel(arrays[name]).tolist() for name in PARTS],
+        table_width=arrays["block_tables"].shape[1],
+        sampling=sampling,
+        draws=draws,
     )
 
 
