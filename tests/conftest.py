@@ -23,6 +23,7 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are defined; 0: they are compiled
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_DISABLE_XET"] = "1"  # its sockets are not Python's, so the guard cannot see them
 for name in [n for n in os.environ if n.startswith("NANOSERVE_")]:

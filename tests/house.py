@@ -53,7 +53,10 @@ TERMINAL_ROOMS = {
 }
 LIGHT_LIBRARIES = frozenset({"numpy", "tokenizers", "typer", "rich", "torch"})
 """May stand at the top of a module (torch in its places); all else is imported where it is used."""
-ROOM_LIBRARIES = {"server": frozenset({"fastapi", "prometheus_client", "uvicorn"})}
+ROOM_LIBRARIES = {
+    "server": frozenset({"fastapi", "prometheus_client", "uvicorn"}),
+    "kernels": frozenset({"triton"}),  # whose decorators stand at the top; see LATE_PLACES
+}
 """A room that is an extra as a whole may have that extra's libraries at the top, too."""
 
 
@@ -72,6 +75,8 @@ class LatePlace:
 LATE_PLACES = (
     # the executor table: an engine brings in the one backend it was asked for
     LatePlace(path="engine/build.py", function="make_executor", room="engine"),
+    # Triton is imported when its kernels were chosen
+    LatePlace(path="kernels/paged.py", function="load_triton", room="kernels"),
     # .bin files are pickles, and only torch reads those safely
     LatePlace(path="model/weights.py", function="read_bin", room="model"),
     # `from nanoserve import LLM` brings the engine; `nanoserve --help` must not

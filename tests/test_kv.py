@@ -11,7 +11,10 @@ from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.kernels.attention import attention_reference
-from nanoserve.kv.cache import BlockCache, CacheFullError, KVCache, RecomputeCache
+from nanoserve.kernels.paged import quantise
+from nanoserve.kv.cache import BlockCache, DecodeView, KVCache, RecomputeCache
+from nanoserve.kv.codecs import Codec, Int8Codec, PlainCodec, Store, codec_of
+from nanoserve.kv.layouts import CacheFullError
 from nanoserve.kv.step import StepTensors
 from nanoserve.planner.model import kv_bytes_per_token
 
@@ -22,12 +25,10 @@ CONFIG = ModelConfig(
 )
 
 
-def cache_of(
-    num_blocks: int = 6, block_size: int = 4, dtype: torch.dtype = torch.float32
-) -> BlockCache:
+def cache_of(num_blocks: int = 6, block_size: int = 4, dtype: str = "float32") -> BlockCache:
     """A cache full of NaN: whatever is attended must have been written by the test."""
     cache = BlockCache(
-        CONFIG, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=CPU
+        CONFIG, num_blocks=num_blocks, block_size=block_size, codec=codec_of(dtype), device=CPU
     )
     cache.poison(list(range(num_blocks + 1)))
     return cache
@@ -81,24 +82,29 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize(
+LAYOUTS = pytest.mark.parametrize(
     "block_size,table",
     [(64, [2]), (1, [9, 0, 4, 7, 1, 2, 8, 3, 6, 5]), (4, [5, 0, 3])],
     ids=["contiguous", "slots", "paged"],
 )
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("cuts", [(10,), (1, 10), (6, 10), (3, 4, 9, 10), tuple(range(1, 11))])
 def test_a_context_is_attended_whole_however_it_was_cut_and_wherever_it_lies(
-    block_size: int, table: list[int], cuts: tuple[int, ...]
+    block_size: int, table: list[int], dtype: str, cuts: tuple[int, ...]
 ) -> None:
     """A chunk over a filled cache must see all that is before it and nothing that is after."""
-    cache = cache_of(num_blocks=10, block_size=block_size)
+    cache = cache_of(num_blocks=10, block_size=block_size, dtype=dtype)
     q, k, v = drawn(10)
     parts = []
     for start, stop in zip((0, *cuts), cuts, strict=False):
         rows = slice(start, stop)
         step = step_of([(start, stop, table)], block_size)
         parts.append(run_step(cache, step, q[rows], k[rows], v[rows]))
-    torch.testing.assert_close(torch.cat(parts), reference(q, k, v), atol=1e-6, rtol=1e-5)
+    expected = reference(q, as_stored(k, dtype), as_stored(v, dtype))
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_who_else_is_in_the_step_changes_no_bit() -> None:
@@ -143,18 +149,18 @@ def test_layers_keep_to_themselves() -> None:
 
 def assert_refused_untouched(cache: BlockCache, step: StepTensors, words: str) -> None:
     """The step raises, and not a byte of the cache changed."""
-    before = (cache.keys.clone(), cache.values.clone())
+    before = [tensor.clone() for tensor in (*cache.keys, *cache.values)]
     with pytest.raises(CacheFullError, match=words):
         cache.begin(step)
-    assert torch.equal(cache.keys, before[0])
-    assert torch.equal(cache.values, before[1])
+    for tensor, old in zip((*cache.keys, *cache.values), before, strict=True):
+        assert torch.equal(tensor, old)
 
 
 def zeroed() -> BlockCache:
     cache = cache_of()
-    cache.keys.zero_()
-    cache.values.zero_()
-    cache.keys[:, 1] = 1.0
+    for tensor in (*cache.keys, *cache.values):
+        tensor.zero_()
+    cache.keys[0][:, 1] = 1.0
     return cache
 
 
@@ -180,8 +186,8 @@ def test_the_last_slot_and_the_scratch_block_can_be_written() -> None:
         slot_mapping=torch.tensor([20, 27], dtype=torch.int32),
     )
     run_step(cache, step, q, k, v)
-    assert torch.equal(cache.keys[0, 5, :, 0], k[0])
-    assert torch.equal(cache.keys[0, 6, :, 3], k[1])
+    assert torch.equal(cache.keys[0][0, 5, :, 0], k[0])
+    assert torch.equal(cache.keys[0][0, 6, :, 3], k[1])
 
 
 def test_forked_blocks_are_copied_before_anything_is_appended() -> None:
@@ -197,18 +203,25 @@ def test_forked_blocks_are_copied_before_anything_is_appended() -> None:
         expected = reference(q2[mine], torch.cat([k, k2[mine]]), torch.cat([v, v2[mine]]))
         torch.testing.assert_close(mixed[mine], expected, atol=1e-6, rtol=1e-5)
     assert not torch.equal(mixed[0], mixed[1])
-    assert torch.equal(cache.keys[:, 1, :, :2], cache.keys[:, 3, :, :2])
+    assert torch.equal(cache.keys[0][:, 1, :, :2], cache.keys[0][:, 3, :, :2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def as_stored(x: Tensor, dtype: str) -> Tensor:
+    """What a cache of this dtype gives back."""
+    if dtype == "int8":
+        values, scales = quantise(x)
+        return values.float() * scales.float()[..., None]
+    return x.to(getattr(torch, dtype)).float()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("keeps", [True, False], ids=["blocks", "recompute"])
-def test_keys_and_values_are_rounded_first_and_attended_as_stored(
-    dtype: torch.dtype, keeps: bool
-) -> None:
-    cache: KVCache = cache_of(dtype=dtype) if keeps else RecomputeCache(CONFIG, dtype=dtype)
+def test_keys_and_values_are_rounded_first_and_attended_as_stored(dtype: str, keeps: bool) -> None:
+    recompute = RecomputeCache(CONFIG, codec=codec_of(dtype))
+    cache: KVCache = cache_of(dtype=dtype) if keeps else recompute
     q, k, v = drawn(7)
     mixed = run_step(cache, step_of([(0, 7, [2, 0])], 4), q, k, v)
-    rounded = reference(q, k.to(dtype).float(), v.to(dtype).float())
+    rounded = reference(q, as_stored(k, dtype), as_stored(v, dtype))
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed, rounded, atol=1e-6, rtol=1e-5)
     assert float((mixed - reference(q, k, v)).abs().max()) > 1e-5, "rounding changed nothing"
@@ -216,7 +229,9 @@ def test_keys_and_values_are_rounded_first_and_attended_as_stored(
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["blocks", "recompute"])
 def test_a_torn_step_is_noticed(keeps: bool) -> None:
-    cache: KVCache = cache_of() if keeps else RecomputeCache(CONFIG, dtype=torch.float32)
+    cache: KVCache = (
+        cache_of() if keeps else RecomputeCache(CONFIG, codec=PlainCodec(torch.float32))
+    )
     step = step_of([(0, 3, [0])], 4)
     q, k, v = drawn(3)
     cache.begin(step)
@@ -229,34 +244,38 @@ def test_a_torn_step_is_noticed(keeps: bool) -> None:
 
 
 def test_recompute_takes_whole_contexts_only_and_keeps_nothing() -> None:
-    cache = RecomputeCache(CONFIG, dtype=torch.float32)
+    cache = RecomputeCache(CONFIG, codec=PlainCodec(torch.float32))
     q, k, v = drawn(5)
     step = step_of([(0, 2, [0]), (0, 3, [1])], 4)
     mixed = run_step(cache, step, q, k, v)
     expected = torch.cat([reference(q[:2], k[:2], v[:2]), reference(q[2:], k[2:], v[2:])])
     torch.testing.assert_close(mixed, expected, atol=1e-6, rtol=1e-5)
     assert cache.nbytes == 0
-    assert cache._keys.numel() == cache._values.numel() == 0
+    assert cache._keys == cache._values == ()
     with pytest.raises(RuntimeError, match=r"whole contexts \(7,\), got \(2,\)"):
         cache.begin(step_of([(5, 7, [0, 1])], 4))
 
 
 @pytest.mark.parametrize(
-    "dtype,per_token", [("float32", 73_728), ("float16", 36_864), ("bfloat16", 36_864)]
+    "dtype,per_token",
+    [("float32", 73_728), ("float16", 36_864), ("bfloat16", 36_864), ("int8", 19_008)],
 )
 @pytest.mark.parametrize("block_size", [1, 16, 1024])
 def test_nbytes_is_exact(dtype: str, per_token: int, block_size: int) -> None:
-    """124M: 2 (K and V) x 12 layers x 768 values. The scratch block counts: it is memory too."""
+    """124M: 2 (K and V) x 12 layers x 768 values, and in int8 a float16 scale for each of 12 heads.
+
+    The scratch block counts: it is memory too.
+    """
     model = ModelConfig.from_hf({"model_type": "gpt2"})
     cache = BlockCache(
         model,
         num_blocks=2048 // block_size,
         block_size=block_size,
-        dtype=getattr(torch, dtype),
+        codec=codec_of(dtype),
         device=CPU,
     )
     assert cache.nbytes == per_token * (2048 + block_size)
-    assert cache.nbytes == cache.keys.nbytes + cache.values.nbytes
+    assert cache.nbytes == sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     assert kv_bytes_per_token(model, dtype) == per_token
 
 
@@ -270,3 +289,101 @@ def test_what_is_forgotten_can_be_written_again() -> None:
     cache.poison([4])
     q2, k2, v2 = drawn(1, seed=3)
     assert bool(run_step(cache, step_of([(6, 7, [4, 1])], 4), q2, k2, v2).isnan().all())
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, dtype: str) -> Tensor:
+    """Each row of q over the k and v up to its own, as a cache of this dtype holds them."""
+    return reference(q, as_stored(k, dtype), as_stored(v, dtype))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_decode_step_in_fixed_shapes_is_the_step_of_the_cache_it_looks_at(
+    block_size: int, table: list[int], dtype: str
+) -> None:
+    """Three sequences, one of them a padded row in the scratch block; tables wider than needed."""
+    cache = cache_of(num_blocks=10, block_size=block_size, dtype=dtype)
+    q, k, v = drawn(10)
+    run_step(cache, step_of([(0, 9, table)], block_size), q[:9], k[:9], v[:9])
+    view = DecodeView(cache, window=min(64, block_size * len(table)))
+    step = step_of([(9, 10, table), (0, 1, [10] * len(table))], block_size)
+    step = replace(
+        step, positions=torch.tensor([9, 0], dtype=torch.int32), query_starts=(), context_lens=()
+    )
+    rows = [9, 9]
+    mixed = run_step(view, step, q[rows], k[rows], v[rows])
+    expected = one_by_one(q, k, v, dtype)
+    torch.testing.assert_close(mixed[:1], expected[9:], atol=1e-6, rtol=1e-5)
+    alone = as_stored(v[9:], dtype)
+    torch.testing.assert_close(mixed[1:], alone, atol=1e-6, rtol=1e-5)
+
+
+def test_int8_values_are_rounded_with_the_scale_that_is_stored() -> None:
+    """Half a step of the *stored* scale at most: with the exact one, ties would fall otherwise."""
+    x = drawn(500, seed=5)[0] * torch.logspace(-4, 3, 500)[:, None, None]
+    values, scales = quantise(x)
+    assert (values.dtype, scales.dtype, scales.shape) == (torch.int8, torch.float16, (500, H))
+    steps = x / scales.float()[..., None]
+    assert torch.equal(values.float(), steps.round().clamp(-127, 127))
+    assert int(values.abs().max()) == 127
+    exact = x.abs().amax(-1) / 127
+    large = exact > 2.0**-14  # below it, float16 is subnormal
+    # The scale may be rounded down by 2**-11: the largest value is then 127.06 steps, and cut.
+    assert float((values.float() - steps).abs().amax(-1)[large].max()) <= 0.5
+    assert float((scales.float() / exact - 1).abs()[large].max()) <= 2.0**-11
+
+
+def test_a_row_of_zeros_a_tiny_one_and_one_that_is_not_finite_are_stored_as_what_they_are() -> None:
+    x = torch.zeros(4, H, D)
+    x[1] = 1e-9
+    x[2, :, 3] = torch.nan
+    x[3, :, 3] = torch.inf
+    values, scales = quantise(x)
+    assert torch.equal(values, torch.zeros_like(values))
+    assert torch.equal(scales[:2], torch.zeros_like(scales[:2]))
+    assert bool(scales[2:].isnan().all())
+
+
+def test_an_int8_cache_is_smaller_by_what_the_issue_promises() -> None:
+    """3.8 x fp32 and 1.9 x fp16, scales included."""
+    model = ModelConfig.from_hf({"model_type": "gpt2"})
+    tokens = {d: kv_bytes_per_token(model, d) for d in ("float32", "float16", "int8")}
+    assert tokens["int8"] == 18_432 + 576
+    assert tokens["float32"] / tokens["int8"] >= 3.8
+    assert tokens["float16"] / tokens["int8"] >= 1.9
+
+
+def largest_scores_step(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """How far a score can move when each value of a key moves by half a step: [H, N]."""
+    half_step = quantise(k)[1].float() / 2 * (1 + 2.0**-10)
+    return q.abs().sum(-1)[0][:, None] * half_step.T * scale
+
+
+@pytest.mark.parametrize("context", [64, 512, 1023])
+def test_attention_over_int8_stays_within_what_its_steps_allow(context: int) -> None:
+    """Derived from the quantisation step alone, for inputs as peaked as a trained model's.
+
+    Half a step in each key value moves a score by at most |q|_1 * step / 2 * scale =: e; a softmax
+    whose scores move by at most e changes its weights by factors within exp(+-2e), so by at most
+    exp(2e) - 1 in sum; a mix of values moves by that times the largest |v|, and by half a step of
+    a value.
+    """
+    heads, size, scale = 12, 64, 64**-0.5
+    generator = torch.Generator().manual_seed(context)
+    q = torch.randn(1, heads, size, generator=generator)
+    k, v = torch.randn(2, context, heads, size, generator=generator)
+    codec: Codec = Int8Codec()
+
+    def turned(store: Store) -> Store:
+        return tuple(tensor.transpose(0, 1) for tensor in store)
+
+    got = codec.attend(q, turned(codec.encode(k)), turned(codec.encode(v)), scale)
+    exact = attention_reference(q, k.transpose(0, 1), v.transpose(0, 1), scale)
+    moved = float(largest_scores_step(q, k, scale).max())
+    value_step = float(quantise(v)[1].max()) / 2 * (1 + 2.0**-10)
+    bound = (torch.tensor(2 * moved).exp().item() - 1) * float(v.abs().max()) + value_step
+    error = float((got - exact).abs().max())
+    assert error < bound
+    # What is typical is far less: the errors of many positions cancel.
+    assert 1e-5 < error < 0.02
+    assert bound < 4.0

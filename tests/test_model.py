@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from nanoserve.config import ACTIVATIONS, ModelConfig
 from nanoserve.kv.cache import BlockCache, RecomputeCache
+from nanoserve.kv.codecs import PlainCodec
 from nanoserve.kv.step import StepTensors
 from nanoserve.model.gpt2 import GPT2
 from nanoserve.model.hub import find
@@ -58,7 +59,7 @@ def loaded(folder: Path) -> GPT2:
 @torch.inference_mode()
 def logits_of(model: GPT2, token_ids: list[int]) -> torch.Tensor:
     step = StepTensors.one_sequence(token_ids, 0, device=CPU, every_row=True)
-    return model(step, RecomputeCache(model.config, dtype=torch.float32))
+    return model(step, RecomputeCache(model.config, codec=PlainCodec(torch.float32)))
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -155,7 +156,9 @@ def test_prefilling_into_a_filled_cache_uses_the_offset_mask(small: GPT2, split:
     """A chunk of several tokens after `split` others: a mask aligned to the first key is wrong."""
     token_ids = list(range(3, 163, 4))
     expected = logits_of(small, token_ids)
-    cache = BlockCache(small.config, num_blocks=1, block_size=64, dtype=torch.float32, device=CPU)
+    cache = BlockCache(
+        small.config, num_blocks=1, block_size=64, codec=PlainCodec(torch.float32), device=CPU
+    )
     rows = [
         small(StepTensors.one_sequence(part, start, device=CPU, every_row=True), cache)
         for start, part in ((0, token_ids[:split]), (split, token_ids[split:]))
@@ -167,7 +170,7 @@ def test_prefilling_into_a_filled_cache_uses_the_offset_mask(small: GPT2, split:
 def test_logits_are_computed_only_for_the_rows_asked_for(small: GPT2) -> None:
     token_ids = list(range(10))
     step = StepTensors.one_sequence(token_ids, 0, device=CPU)
-    last = small(step, RecomputeCache(small.config, dtype=torch.float32))
+    last = small(step, RecomputeCache(small.config, codec=PlainCodec(torch.float32)))
     assert last.shape == (1, small.config.vocab_size)
     assert torch.equal(last[0], logits_of(small, token_ids)[-1]) or torch.allclose(
         last[0], logits_of(small, token_ids)[-1], atol=1e-5
@@ -186,10 +189,10 @@ def test_half_precision_keeps_softmax_and_norms_in_fp32(dtype: str, tmp_path: Pa
     model = GPT2.load(config, load_weights(checkpoint, config), dtype=dtype, device=CPU)
     step = StepTensors.one_sequence(list(range(40)), 0, device=CPU, every_row=True)
     with torch.inference_mode():
-        hidden = model.hidden(step, RecomputeCache(config, dtype=model.wte.dtype))
+        hidden = model.hidden(step, RecomputeCache(config, codec=PlainCodec(model.wte.dtype)))
     expected = loaded(tmp_path)
     with torch.inference_mode():
-        exact = expected.hidden(step, RecomputeCache(config, dtype=torch.float32))
+        exact = expected.hidden(step, RecomputeCache(config, codec=PlainCodec(torch.float32)))
     assert bool(hidden.isfinite().all())
     assert float((hidden.float() - exact).abs().max()) < 0.15 * float(exact.abs().max())
 

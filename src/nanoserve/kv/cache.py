@@ -1,34 +1,25 @@
-"""Where keys and values live, and attention over them.
+"""Where keys and values live, and attention over them: a cache is a layout x a codec.
 
 A cache has one surface: `begin(step)` once, then in every layer `append` and `attend`, then
 `advance(step)`; beside them `reset` and `nbytes`. The forward pass never learns which cache it
-holds. Layouts differ only in the size of a block (`contiguous`: one block of `max_model_len` a
-sequence; `slots`: blocks of one position; `paged`: many) or keep nothing at all (`recompute`).
+holds. `layouts` knows addresses, `codecs` knows numbers; `RecomputeCache` keeps nothing at all.
 K and V are stored first and attended as stored, prefill included, so how a sequence was chunked
-cannot change what it attends to. A step that does not fit raises before a byte is written.
+cannot change what it attends to.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.kernels.attention import attention
+from nanoserve.kv.codecs import Codec, Store
+from nanoserve.kv.layouts import BlockLayout
 from nanoserve.kv.step import StepTensors
-
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
-
-class CacheFullError(RuntimeError):
-    """A step addresses positions or slots that the cache does not have; nothing was written."""
 
 
 class KVCache(Protocol):
@@ -68,9 +59,10 @@ class LayerCount:
 
 
 class BlockCache:
-    """Preallocated K and V, each [L, num_blocks + 1, H, block_size, D]; the last block is scratch.
+    """Preallocated stores of K and V, each [L, num_blocks + 1, H, block_size, ...].
 
-    `torch.empty` reserves address space only: a page becomes memory when it is first written.
+    The last block is scratch. Allocating reserves address space only: on a CPU a page becomes
+    memory when it is first written.
     """
 
     def __init__(
@@ -79,135 +71,160 @@ class BlockCache:
         *,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        codec: Codec,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.layout = BlockLayout(num_blocks=num_blocks, block_size=block_size)
+        self.codec = codec
         self.scales = [config.attention_scale(layer) for layer in range(config.n_layer)]
-        shape = (config.n_layer, num_blocks + 1, config.n_head, block_size, config.head_size)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.nbytes = self.keys.nbytes + self.values.nbytes
-        self._layers = LayerCount(config.n_layer)
-        self._tables: list[Tensor] = []  # per sequence: the blocks that hold its context, in order
-        self._write_blocks = self._write_offsets = torch.empty(0, dtype=torch.long)
+        shape = (config.n_layer, num_blocks + 1, config.n_head, block_size)
+        self.keys = codec.allocate(shape, config.head_size, device)
+        self.values = codec.allocate(shape, config.head_size, device)
+        self.nbytes = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        self.layers = [
+            (of_layer(self.keys, layer), of_layer(self.values, layer))
+            for layer in range(config.n_layer)
+        ]
+        self._count = LayerCount(config.n_layer)
+        self._tables: list[Tensor] = []
+        self._slots = torch.empty(0, dtype=torch.long)
 
     def begin(self, step: StepTensors) -> None:
-        """Check that the step fits, copy forked blocks, and resolve every address once.
+        """Check that the step fits, copy forked blocks, and resolve its addresses.
 
         Raises CacheFullError before anything is written.
         """
-        num_needed = [-(-n // self.block_size) for n in step.context_lens]
-        if num_needed and max(num_needed) > step.block_tables.shape[1]:
-            raise CacheFullError(
-                f"a context of {max(step.context_lens)} positions needs {max(num_needed)} blocks "
-                f"of {self.block_size}, its block table has {step.block_tables.shape[1]}"
-            )
-        for block in itertools.chain.from_iterable(step.block_copies):
-            if not 0 <= block < self.num_blocks:
-                raise CacheFullError(
-                    f"block {block} is copied from or to, this cache has {self.num_blocks}"
-                )
-        slots = step.slot_mapping.long()
-        if step.slot_mapping.device.type == "cpu" and slots.numel():
-            self._check_slots(int(slots.min()), int(slots.max()))
-        for source, destination in step.block_copies:
-            self.keys[:, destination] = self.keys[:, source]
-            self.values[:, destination] = self.values[:, source]
-        self._write_blocks, self._write_offsets = slots // self.block_size, slots % self.block_size
-        self._tables = [
-            row[:n] for row, n in zip(step.block_tables.long(), num_needed, strict=True)
-        ]
-        self._layers.begin()
+        self.layout.check(step)
+        self.copy_blocks(step.block_copies)
+        self._slots = step.slot_mapping.long()
+        self._tables = self.layout.tables(step)
+        self._count.begin()
 
-    def _check_slots(self, low: int, high: int) -> None:
-        limit = (self.num_blocks + 1) * self.block_size
-        if low < 0 or high >= limit:
-            raise CacheFullError(
-                f"slot {low if low < 0 else high} is outside this cache's {limit} "
-                f"({self.num_blocks} blocks of {self.block_size} and a scratch block)"
-            )
+    def copy_blocks(self, block_copies: Sequence[Sequence[int]]) -> None:
+        """The first block of each pair over the second, in every layer."""
+        for source, destination in block_copies:
+            for tensor in (*self.keys, *self.values):
+                tensor[:, destination] = tensor[:, source]
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: StepTensors) -> None:
-        """Store this step's k, v [T, H, D] at `slot_mapping`, rounded to the cache's dtype."""
-        self._layers.append(layer)
-        dtype = self.keys.dtype
-        self.keys[layer][self._write_blocks, :, self._write_offsets] = k.to(dtype)
-        self.values[layer][self._write_blocks, :, self._write_offsets] = v.to(dtype)
+        """Store this step's k, v [T, H, D] at `slot_mapping`, as the codec stores them."""
+        self._count.append(layer)
+        keys, values = self.layers[layer]
+        self.codec.append(k, keys, self._slots)
+        self.codec.append(v, values, self._slots)
 
     def attend(self, layer: int, q: Tensor, step: StepTensors) -> Tensor:
         """Each sequence's q over its own context -> [T, H, D]; sequences never share a kernel call,
         so who else is in the step cannot change a sequence's attention.
         """
+        keys, values = self.layers[layer]
         out = torch.empty_like(q)
         for sequence, context_len in enumerate(step.context_lens):
             rows = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
             table = self._tables[sequence]
-            k = self._context(self.keys[layer], table, context_len)
-            v = self._context(self.values[layer], table, context_len)
-            out[rows] = attention(q[rows], k, v, self.scales[layer])
+            k = tuple(self.layout.gather(tensor, table, context_len) for tensor in keys)
+            v = tuple(self.layout.gather(tensor, table, context_len) for tensor in values)
+            out[rows] = self.codec.attend(q[rows], k, v, self.scales[layer])
         return out
-
-    def _context(self, store: Tensor, table: Tensor, context_len: int) -> Tensor:
-        """[H, N, D]: a view where one block holds the context, a gathered copy otherwise."""
-        if table.shape[0] == 1:
-            return store[table[0]][:, :context_len]
-        blocks = store.index_select(0, table)  # [M, H, B, D]
-        return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
 
     def advance(self, step: StepTensors) -> None:
         """End the step; raises RuntimeError if a layer was left out."""
-        self._layers.finish()
+        self._count.finish()
 
     def reset(self) -> None:
         """Forget everything. Nothing is cleared: what no block table names is never read."""
         self._tables = []
 
     def poison(self, blocks: list[int]) -> None:
-        """Fill blocks with NaN, for tests: whoever reads a freed block then cannot hide it."""
-        self.keys[:, blocks] = torch.nan
-        self.values[:, blocks] = torch.nan
+        """Make blocks read as NaN, for tests: whoever reads a freed block cannot hide it."""
+        self.codec.poison(self.keys, blocks)
+        self.codec.poison(self.values, blocks)
+
+
+def of_layer(store: Store, layer: int) -> Store:
+    """The part of a store [L, ...] that one layer has: views."""
+    return tuple(tensor[layer] for tensor in store)
+
+
+class DecodeView:
+    """A `BlockCache` as a step of one token a sequence sees it: shapes fixed, nothing on the host.
+
+    A context ends with its token, so its length is the token's position plus one, on the device.
+    Contexts have at most `window` positions. Attention is one call for all sequences, which is what
+    a CUDA graph can hold. Whoever uses it checks addresses and copies blocks beforehand.
+    """
+
+    def __init__(self, cache: BlockCache, window: int) -> None:
+        self.nbytes = cache.nbytes
+        self.window = window
+        self._cache = cache
+        self._slots = self._context_lens = torch.empty(0)
+
+    def begin(self, step: StepTensors) -> None:
+        self._slots, self._context_lens = step.slot_mapping.long(), step.positions + 1
+
+    def append(self, layer: int, k: Tensor, v: Tensor, step: StepTensors) -> None:
+        keys, values = self._cache.layers[layer]
+        self._cache.codec.append(k, keys, self._slots)
+        self._cache.codec.append(v, values, self._slots)
+
+    def attend(self, layer: int, q: Tensor, step: StepTensors) -> Tensor:
+        cache = self._cache
+        return cache.codec.attend_paged(
+            q,
+            *cache.layers[layer],
+            step.block_tables,
+            self._context_lens,
+            cache.scales[layer],
+            self.window,
+        )
+
+    def advance(self, step: StepTensors) -> None:
+        """Nothing: a step that was captured whole is never torn."""
+
+    def reset(self) -> None:
+        self._cache.reset()
 
 
 class RecomputeCache:
     """Keeps nothing from step to step: the naive arm. Every step brings each sequence whole.
 
-    Within a step, a layer's K and V are held (rounded to the cache's dtype, as every cache does)
-    from its `append` to its `attend`.
+    Within a step, a layer's K and V are held (as the codec stores them, as in every cache) from its
+    `append` to its `attend`.
     """
 
     nbytes = 0
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, config: ModelConfig, *, codec: Codec) -> None:
+        self.codec = codec
         self.scales = [config.attention_scale(layer) for layer in range(config.n_layer)]
-        self._layers = LayerCount(config.n_layer)
-        self._keys = self._values = torch.empty(0)
+        self._count = LayerCount(config.n_layer)
+        self._keys: Store = ()
+        self._values: Store = ()
 
     def begin(self, step: StepTensors) -> None:
         """Raises RuntimeError unless each sequence brings its whole context."""
-        self._layers.begin()
+        self._count.begin()
         starts = step.query_starts
         lengths = tuple(b - a for a, b in itertools.pairwise(starts))
         if lengths != step.context_lens:
             raise RuntimeError(f"recompute needs whole contexts {step.context_lens}, got {lengths}")
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: StepTensors) -> None:
-        self._layers.append(layer)
-        self._keys, self._values = k.to(self.dtype), v.to(self.dtype)
+        self._count.append(layer)
+        self._keys, self._values = self.codec.encode(k), self.codec.encode(v)
 
     def attend(self, layer: int, q: Tensor, step: StepTensors) -> Tensor:
         out = torch.empty_like(q)
         for first, last in itertools.pairwise(step.query_starts):
-            k = self._keys[first:last].transpose(0, 1)  # [H, N, D]
-            v = self._values[first:last].transpose(0, 1)
-            out[first:last] = attention(q[first:last], k, v, self.scales[layer])
+            k = tuple(tensor[first:last].transpose(0, 1) for tensor in self._keys)  # [H, N, ...]
+            v = tuple(tensor[first:last].transpose(0, 1) for tensor in self._values)
+            out[first:last] = self.codec.attend(q[first:last], k, v, self.scales[layer])
         return out
 
     def advance(self, step: StepTensors) -> None:
-        self._layers.finish()
+        self._count.finish()
         self.reset()
 
     def reset(self) -> None:
-        self._keys = self._values = torch.empty(0)
+        self._keys = self._values = ()

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.kernels.activations import ACTIVATIONS
-from nanoserve.kv.cache import TORCH_DTYPES, KVCache
+from nanoserve.kv.cache import KVCache
+from nanoserve.kv.codecs import TORCH_DTYPES
 from nanoserve.kv.step import StepTensors
 from nanoserve.model.weights import WeightTensor
 
