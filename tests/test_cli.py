@@ -182,6 +182,10 @@ BAD_USAGE = {
     "no choice": (["generate", "hi", "--device", "tpu"], "'tpu' is not one of auto, cpu, cuda"),
     "no size": (["plan", "--gpu-memory", "24G"], "--gpu-memory must be a positive size"),
     "no context": (["plan", "--context", "1.5"], "'1.5' is not an integer"),
+    "no quantisation": (["plan", "--quantization", "int3"], "'int3' is not one of none, int8"),
+    "no ceilings": (["plan", "--ceilings", "nowhere"], "nowhere cannot be read"),
+    "no ceilings in a folder": (["plan", "--ceilings", "."], "cannot be read: Is a directory"),
+    "no room": (["plan", "--gpu-memory", "1MiB"], "the weights alone take"),
     "context too long": (["plan", "--model", "gpt2", "--context", "1025"], "--context must be"),
     "no experiment": (["bench", "frobnicate"], "frobnicate"),
     "resume nothing": (["generate", "hi", "--resume"], "--resume needs --out"),
@@ -342,6 +346,7 @@ ENGINE_VALUES: dict[str, tuple[str, object]] = {
     "kv_cache_dtype": ("float16", "float16"),
     "quantization": ("int8-weight-only", "int8-weight-only"),
     "executor": ("eager", "eager"),
+    "kernels": ("torch", "torch"),
     "max_model_len": ("100", 100),
     "max_num_seqs": ("3", 3),
     "max_num_batched_tokens": ("77", 77),
@@ -349,12 +354,17 @@ ENGINE_VALUES: dict[str, tuple[str, object]] = {
     "kv_cache_memory_bytes": ("1.5MiB", 3 * 2**19),
     "enable_prefix_caching": ("false", False),
     "batching": ("static", "static"),
+    "batching_timeout": ("0.5", 0.5),
     "context_overflow": ("slide", "slide"),
     "slide_window": ("9", 9),
     "strict_context": ("true", True),
     "threads": ("2", 2),
+    "kv_audit": ("0.25", 0.25),
 }
-NEEDED_BESIDE: dict[str, tuple[str, str]] = {"slide_window": ("context_overflow", "slide")}
+NEEDED_BESIDE: dict[str, tuple[str, str]] = {
+    "slide_window": ("context_overflow", "slide"),
+    "batching_timeout": ("batching", "static"),
+}
 """Options that are refused alone: what each goes with."""
 
 
@@ -891,10 +901,45 @@ def test_plan_says_what_fits(command: Command, model: Path) -> None:
     made = json.loads(command(*arguments, "--dtype", "float32", "--json").out)
     assert made["memory_bytes"] == 2**20
     assert made["kv_bytes_per_token"] == 256
-    assert made["num_sequences"] == (2**20 - made["weight_bytes"]) // (32 * 256)
+    ideal = made["num_sequences_ignoring_buffers"]
+    assert ideal == (2**20 - made["weight_bytes"]) // (32 * 256) > made["num_sequences"] > 0
     half = json.loads(command(*arguments, "--kv-cache-dtype", "float16", "--json").out)
     assert (half["dtype"], half["kv_bytes_per_token"]) == ("float16", 128)  # auto, for a GPU
     assert f"{made['num_sequences']:,}" in command(*arguments, "--dtype", "float32").out
+
+
+def test_plan_takes_ceilings_from_a_file(command: Command, model: Path, tmp_path: Path) -> None:
+    """Typed by a person, as JSON; the one matmul rate there is decides which weights are timed."""
+    path = tmp_path / "ceilings.json"
+    rates = {"read_bytes_per_s": 1e9, "matmul_flops_per_s": {"float16": 1e15}, "dispatch_s": 0}
+    path.write_text(json.dumps(rates))
+    arguments = ("plan", "--model", str(model), "--gpu-memory", "2MiB", "--ceilings", str(path))
+    made = json.loads(command(*arguments, "--json").out)
+    one, many = made["steps"]
+    assert (one["num_seqs"], many["num_seqs"]) == (1, made["num_sequences"])
+    assert one["step_s"] == pytest.approx(one["num_seqs"] / one["tokens_per_s"])
+    other = json.loads(command(*arguments, "--dtype", "float32", "--json").out)
+    assert other["steps"] == []
+
+
+def test_plan_takes_ceilings_from_records(command: Command, tmp_path: Path) -> None:
+    recorded = Path(__file__).parents[1] / "results/amd-epyc-2c/ceilings-cpu.jsonl"
+    arguments = ("plan", "--model", "gpt2", "--gpu-memory", "2GiB", "--dtype", "float32")
+    made = json.loads(command(*arguments, "--ceilings", str(recorded), "--json").out)
+    assert len(made["steps"]) == 2
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(recorded.read_text().splitlines(keepends=True)[:-1]))
+    refused = command(*arguments, "--ceilings", str(cut))
+    assert (refused.code, refused.out) == (2, "")
+    assert "has no complete run of ceilings" in refused.complaint
+
+
+def test_plan_refuses_json_that_is_not_ceilings(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text('{"read_bytes_per_s": "fast"}')
+    refused = command("plan", "--model", "gpt2", "--gpu-memory", "2GiB", "--ceilings", str(path))
+    assert (refused.code, refused.out) == (2, "")
+    assert "not a record of ceilings" in refused.complaint
 
 
 def test_plan_of_this_machine(command: Command, model: Path) -> None:

@@ -29,6 +29,7 @@ from nanoserve import generate
 from nanoserve.engine.eager import EagerExecutor
 from nanoserve.engine.engine import Engine
 from nanoserve.kv.cache import RecomputeCache
+from nanoserve.kv.codecs import PlainCodec
 from nanoserve.kv.step import StepTensors
 from nanoserve.llm import engine_config
 from nanoserve.model.gpt2 import GPT2
@@ -54,7 +55,7 @@ def naive_text(length: int) -> list[int]:
 def every_row(model: GPT2, text: list[int]) -> oracle.Float64:
     """[N, V] logits of one full pass."""
     step = StepTensors.one_sequence(text, 0, device=model.device, every_row=True)
-    logits = model(step, RecomputeCache(model.config, dtype=torch.float32))
+    logits = model(step, RecomputeCache(model.config, codec=PlainCodec(torch.float32)))
     return logits.double().numpy()
 
 

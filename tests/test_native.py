@@ -40,6 +40,7 @@ from nanoserve.engine.engine import Engine, StepError
 from nanoserve.engine.native import NativeExecutor
 from nanoserve.kernels.cpu import library
 from nanoserve.kernels.cpu.library import UnavailableError
+from nanoserve.kernels.probes import make_native_probes
 from nanoserve.llm import LLM, engine_config
 from nanoserve.planner.model import kv_bytes_per_token
 from nanoserve.request import FinishReason, RequestOutput, SamplingParams
@@ -482,7 +483,7 @@ def test_without_the_core_auto_is_eager_and_says_so_once(caplog: pytest.LogCaptu
 @pytest.mark.usefixtures("not_built")
 @pytest.mark.parametrize(
     "options",
-    [{"executor": "native"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}],
+    [{"executor": "native"}, {"quantization": "int8"}],
     ids=str,
 )
 def test_without_the_core_what_needs_it_is_refused(options: dict[str, str]) -> None:
@@ -497,7 +498,7 @@ def test_half_precision_weights_fall_back_or_are_refused_by_name() -> None:
         Engine(config_of(dtype="float16", executor="native"))
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "int8"}], ids=str)
 def test_the_eager_executor_refuses_what_only_native_has(options: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="needs the native executor"):
         Engine(config_of(executor="eager", **options))
@@ -613,3 +614,27 @@ def test_a_seeded_text_is_the_same_alone_and_among_31_others() -> None:
     among = outputs_of(drain(llm.engine))
     assert [tokens_of(among[str(number)]) for number in range(32)] == alone
     assert len(set(map(tuple, alone))) == 32
+
+
+# --- the probes -----------------------------------------------------------------------------------
+
+
+def test_native_probes_read_and_multiply_in_every_format() -> None:
+    probes = make_native_probes(2)
+    assert probes is not None
+    values = np.ones(1 << 16, dtype=np.float32)
+    reads = probes.read(values)
+    assert len(reads) == 2
+    for load in (*reads.values(), *(probes.matmul(3, 70, 40, dtype) for dtype in probes.dtypes)):
+        load()
+        load()
+    assert set(probes.dtypes) in ({*library.WEIGHTS}, set())
+    with pytest.raises(ValueError, match="at least 1"):
+        library.load().check(
+            library.load().call.ns_put_product, library.load().open_probe(1), 0, 0, 8, 8
+        )
+
+
+def test_without_a_core_there_are_no_native_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, "mmx")
+    assert make_native_probes(1) is None

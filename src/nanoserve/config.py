@@ -22,7 +22,8 @@ Layout = Literal["recompute", "contiguous", "slots", "paged"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 DtypeOption = Literal["auto", Dtype]
-ExecutorName = Literal["auto", "eager", "native"]
+ExecutorName = Literal["auto", "eager", "graph", "native"]
+Kernels = Literal["auto", "torch", "triton"]
 Batching = Literal["continuous", "static"]
 ContextOverflow = Literal["error", "slide"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -304,9 +305,12 @@ class SchedulerConfig:
     `max_num_batched_tokens` None means "auto": chosen by the engine for the machine.
     `max_model_len` None means the model's `n_positions`. `slide_window` None means half of it; it
     goes with `context_overflow="slide"` only, and `strict_context` with "error" only.
+    `batching_timeout`, in seconds and with `batching="static"` only: a batch begins when it is full
+    or when its oldest request has waited so long; None: at once, with whoever is there.
     """
 
     batching: Batching = "continuous"
+    batching_timeout: float | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
@@ -322,6 +326,13 @@ class SchedulerConfig:
         _check_limit("--max-num-batched-tokens", self.max_num_batched_tokens)
         _check_limit("--max-model-len", self.max_model_len)
         _check_limit("--slide-window", self.slide_window)
+        if self.batching_timeout is not None:
+            _check_seconds("--batching-timeout", self.batching_timeout)
+            if self.batching != "static":
+                raise ValueError(
+                    f"--batching-timeout {self.batching_timeout:g} needs --batching static, "
+                    f"got --batching {self.batching}: otherwise no request waits for others"
+                )
         slides = self.context_overflow == "slide"
         if self.slide_window is not None and not slides:
             raise ValueError(
@@ -340,6 +351,8 @@ class EngineConfig:
     """Everything needed to build an engine; `nanoserve serve`, `LLM` and `bench` all make one.
 
     `quantization` None keeps the weights in `dtype`. `threads` None means the backend's choice.
+    `kernels` store K and V and attend in the PyTorch executors. `kv_audit` is the share of requests
+    that also run with a full-precision cache, to be compared with.
     """
 
     model: str = "mini"
@@ -351,7 +364,9 @@ class EngineConfig:
     dtype: DtypeOption = "auto"
     quantization: Quantization | None = None
     executor: ExecutorName = "auto"
+    kernels: Kernels = "auto"
     threads: int | None = None
+    kv_audit: float = 0.0
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
 
@@ -362,7 +377,9 @@ class EngineConfig:
         if self.quantization is not None:
             _check_choice("--quantization", self.quantization, Quantization)
         _check_choice("--executor", self.executor, ExecutorName)
+        _check_choice("--kernels", self.kernels, Kernels)
         _check_limit("--threads", self.threads)
+        _check_share("--kv-audit", self.kv_audit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,6 +434,12 @@ def _check_count(option: str, value: object, high: int | None = None) -> None:
         raise ValueError(f"{option} must be at least 0, got {value!r}")
     if high is not None and value > high:
         raise ValueError(f"{option} must be at most {high}, got {value}")
+
+
+def _check_share(option: str, value: object) -> None:
+    """Raise ValueError unless `value` is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{option} must be between 0 and 1, got {value!r}")
 
 
 def _check_seconds(option: str, value: object) -> None:

@@ -266,12 +266,29 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVAudit:
+    """How the logits of a reduced KV cache compare with a full-precision one's, token by token.
+
+    KL(full || reduced) is in nats; `num_agreed` of `num_tokens` rows have the same best token;
+    `max_logit_error` is the largest difference of any logit. `mean_kl` is None where no token was
+    drawn.
+    """
+
+    num_tokens: int
+    num_agreed: int
+    mean_kl: float | None
+    max_kl: float
+    max_logit_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
     """When things happened (seconds on the engine's clock), and what they cost.
 
     `num_cached_tokens` are the prompt tokens that the first choice found in the cache when it was
     first admitted, so fewer than the prompt has: siblings share its prompt and do not count again.
-    `num_preemptions` and `num_slides` are totals over all choices.
+    `num_preemptions` and `num_slides` are totals over all choices. `kv_audit` is None unless the
+    request was one of those that --kv-audit watches.
     """
 
     arrival_s: float
@@ -281,6 +298,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_slides: int = 0
+    kv_audit: KVAudit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

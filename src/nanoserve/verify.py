@@ -34,7 +34,7 @@ PASSAGE = (
 NUM_LOGPROBS = 8
 CHUNK = 16
 """Token rows of a step in the chunked way."""
-BOUNDS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
+BOUNDS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15, "int8": 0.15}
 """Largest difference of a log-probability (nats) that a dtype's rounding may explain."""
 
 
@@ -172,12 +172,15 @@ def make_workload(engine: Engine, num_tokens: int) -> Workload:
 
 
 def with_cache(config: EngineConfig, **changes: object) -> EngineConfig:
-    """`config` with another cache; `recompute` takes no budget that could cut a prompt."""
+    """`config` with another cache; `recompute` takes no budget that could cut a prompt, and nothing
+    that needs a cache: no graphs, no audit.
+    """
     cache = replace(config.cache, **changes)  # type: ignore[arg-type]
-    scheduler = config.scheduler
-    if cache.layout == "recompute":
-        scheduler = replace(scheduler, max_num_batched_tokens=None)
-    return replace(config, cache=cache, scheduler=scheduler)
+    if cache.layout != "recompute":
+        return replace(config, cache=cache)
+    scheduler = replace(config.scheduler, max_num_batched_tokens=None)
+    executor = "eager" if config.executor == "graph" else config.executor
+    return replace(config, cache=cache, scheduler=scheduler, executor=executor, kv_audit=0.0)
 
 
 def run(engine: Engine, work: Workload, *, together: bool) -> list[RequestOutput]:
@@ -258,6 +261,7 @@ def run_preempted(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
         ),
         work,
         batching="continuous",
+        batching_timeout=None,
         max_model_len=work.max_length,
         max_num_batched_tokens=sum(work.lengths),
         enable_prefix_caching=False,

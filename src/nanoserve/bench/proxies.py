@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoserve.bench.measure import Stopwatch
 from nanoserve.engine.batch import StepBatch, StepResult
@@ -22,6 +23,9 @@ class ExecutorProxy:
 
     def execute(self, batch: StepBatch) -> StepResult:
         return self.inner.execute(batch)
+
+    def execute_with_logits(self, batch: StepBatch) -> tuple[StepResult, NDArray[np.float32]]:
+        return self.inner.execute_with_logits(batch)
 
     def warm_up(self) -> None:
         self.inner.warm_up()

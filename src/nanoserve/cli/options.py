@@ -26,6 +26,7 @@ from nanoserve.config import (
     DtypeOption,
     EngineConfig,
     ExecutorName,
+    Kernels,
     Layout,
     LoadFormat,
     LogLevel,
@@ -115,6 +116,10 @@ class EngineOptions:
             "What computes the steps; auto: native on a CPU where it runs, else eager.",
         ),
     ] = _ENGINE.executor
+    kernels: Annotated[
+        Kernels,
+        _config_option("--kernels", "Of attention, if PyTorch computes; auto: triton on a GPU."),
+    ] = _ENGINE.kernels
     max_model_len: Annotated[
         int | None,
         _config_option("--max-model-len", "Tokens of the longest context.", "all the model has"),
@@ -145,6 +150,12 @@ class EngineOptions:
     batching: Annotated[
         Batching, _config_option("--batching", "static: a batch drains before the next begins.")
     ] = _SCHEDULER.batching
+    batching_timeout: Annotated[
+        float | None,
+        _config_option(
+            "--batching-timeout", "Seconds a static batch waits until it is full.", "not at all"
+        ),
+    ] = _SCHEDULER.batching_timeout
     context_overflow: Annotated[
         ContextOverflow,
         _config_option("--context-overflow", "At its end: stop, or slide the window and go on."),
@@ -160,6 +171,10 @@ class EngineOptions:
     threads: Annotated[
         int | None, _config_option("--threads", "Of the CPU.", "the executor's choice")
     ] = _ENGINE.threads
+    kv_audit: Annotated[
+        float,
+        _config_option("--kv-audit", "Share of requests compared with a full-precision cache."),
+    ] = _ENGINE.kv_audit
 
     def values(self) -> dict[str, Any]:
         """Arguments of `LLM` and `engine_config`. Raises ValueError for a size that is none."""

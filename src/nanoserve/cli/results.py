@@ -12,6 +12,7 @@ import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,6 +76,7 @@ def _metrics_json(metrics: RequestMetrics) -> Json:
         "num_cached_tokens": metrics.num_cached_tokens,
         "num_preemptions": metrics.num_preemptions,
         "num_slides": metrics.num_slides,
+        **({} if metrics.kv_audit is None else {"kv_audit": asdict(metrics.kv_audit)}),
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from nanoserve.bench.machine import load_cached_ceilings
 from nanoserve.bench.metrics import mbu, median
+from nanoserve.engine.audit import summarise
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.metrics import RequestAccount, StepRecord
 from nanoserve.planner.memory import format_bytes
@@ -87,6 +88,7 @@ def describe_stats(engine: Engine, first_text_s: float | None) -> list[str]:
         *describe_decode(times),
         describe_cache(engine, by_step.values()),
         describe_bandwidth(engine, by_step, steps),
+        *describe_audit(accounts),
     ]
 
 
@@ -138,6 +140,19 @@ def describe_cache(engine: Engine, steps: Iterable[Sequence[Advance]]) -> str:
     )
 
 
+def describe_audit(accounts: Sequence[RequestAccount]) -> Iterator[str]:
+    """How the cache compared with a full-precision one, where --kv-audit watched."""
+    tallies = [account.audit for account in accounts if account.audit is not None]
+    found = summarise(tallies)
+    if found.mean_kl is not None:
+        yield (
+            f"KV audit: {found.num_tokens} tokens of {len(tallies)} sequences, KL "
+            f"{found.mean_kl:.2e} nats (at most {found.max_kl:.2e}), best token agrees in "
+            f"{found.num_agreed / found.num_tokens:.2%}, logits differ by at most "
+            f"{found.max_logit_error:.2e}"
+        )
+
+
 def num_tokens_held(step: Sequence[Advance]) -> int:
     """Tokens with K and V after a step; choices of one request share their prompt's."""
     of_requests: dict[str, list[Advance]] = defaultdict(list)
@@ -169,9 +184,14 @@ def describe_bandwidth(
         for rows in decoding.values()
     )
     step_s = sum(steps[n].ended_s - steps[n].started_s for n in decoding)
-    rate = ceilings.read_bytes_per_s
+    rate, share = ceilings.read_bytes_per_s, mbu(num_bytes, step_s, ceilings.read_bytes_per_s)
+    if share > 1:
+        return (
+            f"read bandwidth: more than the {rate / 1e9:,.1f} GB/s of this machine's memory: its "
+            f"caches hold a part of the {format_bytes(num_bytes / len(decoding))} that a step reads"
+        )
     return (
-        f"read bandwidth: {mbu(num_bytes, step_s, rate):.0%} of the {rate / 1e9:,.1f} GB/s that "
+        f"read bandwidth: {share:.0%} of the {rate / 1e9:,.1f} GB/s that "
         "this machine was measured to reach"
     )
 

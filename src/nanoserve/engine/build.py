@@ -35,6 +35,9 @@ DEFAULT_BATCHED_TOKENS = 128
 does not hold up the other streams for long on a slow CPU, large enough for its matrices."""
 
 
+FULL_PRECISION: Dtype = "float32"
+"""In which a cache keeps whatever any backend computes."""
+
 MAX_POSITIONS = 2**31 - 1
 """Of a cache, its scratch block included: a step's arrays are int32."""
 
@@ -109,7 +112,32 @@ def make_executor(
         )
     from nanoserve.engine.eager import EagerExecutor
 
-    return EagerExecutor(spec, tensors, donor=given if isinstance(given, EagerExecutor) else None)
+    eager_donor = given if isinstance(given, EagerExecutor) else None
+    if spec.executor == "eager":
+        return EagerExecutor(spec, tensors, donor=eager_donor)
+    from nanoserve.engine.graph import GraphExecutor
+
+    eager_donor = given.eager if isinstance(given, GraphExecutor) else eager_donor
+    return GraphExecutor(spec, tensors, donor=eager_donor)
+
+
+def make_shadow(parts: EngineParts) -> Executor:
+    """An executor over the same weights and block ids whose cache is full precision, for an audit.
+
+    It shares the weights. Raises ValueError where there would be nothing to compare.
+    """
+    spec = parts.executor.spec
+    if spec.layout == "recompute":
+        raise ValueError("--kv-audit: --kv-layout recompute keeps no cache to compare")
+    if spec.cache_dtype in (spec.dtype, FULL_PRECISION):
+        raise ValueError(
+            f"--kv-audit compares a reduced cache with a full one, and --kv-cache-dtype "
+            f"{spec.cache_dtype} is not reduced (int8 is)"
+        )
+    executor: Backend = "native" if spec.executor == "native" else "eager"
+    shadow = replace(spec, cache_dtype=FULL_PRECISION, executor=executor)
+    tensors = weight_tensors(parts.config, parts.checkpoint, parts.model_config)
+    return make_executor(shadow, tensors, parts)
 
 
 def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ExecutorSpec:
@@ -134,7 +162,9 @@ def resolve_spec(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer)
             config, model, cache_dtype, block_size, max_model_len, device
         ),
         max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
         device=device,
+        kernels=config.kernels,
         threads=config.threads,
         num_token_ids=min(tokenizer.num_ids, model.vocab_size),
     )
@@ -146,6 +176,10 @@ def resolve_executor(config: EngineConfig, device: str, dtype: str) -> Backend:
     Raises ValueError, naming the obstacle and what removes it, for an executor asked for by name
     that cannot run, and where none can.
     """
+    if config.executor == "graph":
+        if (obstacle := graph_obstacle(config, device)) is not None:
+            raise ValueError(f"--executor graph: {obstacle}")
+        return "graph"
     native = None if config.executor == "eager" else native_obstacle(config, device, dtype)
     eager = eager_obstacle(config)
     if config.executor == "native" or (config.executor == "auto" and native is None):
@@ -165,6 +199,8 @@ def native_obstacle(config: EngineConfig, device: str, dtype: str) -> str | None
     """Why the native executor cannot run this; None if it can."""
     if device != "cpu":
         return f"it computes on the CPU, got --device {device}"
+    if config.kernels != "auto":
+        return f"it has kernels of its own (--kernels auto), got --kernels {config.kernels}"
     if dtype == "float16":
         return "it has no float16 weights (--dtype float32 or bfloat16)"
     try:
@@ -178,11 +214,18 @@ def eager_obstacle(config: EngineConfig) -> str | None:
     """Why the eager executor cannot run this; None if it can. PyTorch is not imported for that."""
     if config.quantization is not None:
         return f"--quantization {config.quantization} needs the native executor"
-    if config.cache.dtype == "int8":
-        return "--kv-cache-dtype int8 needs the native executor"
     if find_spec("torch") is None:
         return "PyTorch is not installed (pip install 'nanoserve[torch]')"
     return None
+
+
+def graph_obstacle(config: EngineConfig, device: str) -> str | None:
+    """Why no step can be captured and replayed here; None if it can."""
+    if device != "cuda":
+        return f"it replays CUDA graphs, got --device {device} (--executor eager works)"
+    if config.cache.layout == "recompute":
+        return "--kv-layout recompute has no decode step to replay (--executor eager has)"
+    return eager_obstacle(config)
 
 
 @functools.cache

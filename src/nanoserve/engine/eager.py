@@ -9,16 +9,20 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoserve.engine.batch import StepBatch, StepResult, scratch_batch
 from nanoserve.engine.executor import ExecutorSpec
 from nanoserve.engine.sampling import sample
-from nanoserve.kv.cache import TORCH_DTYPES, BlockCache, KVCache, RecomputeCache
+from nanoserve.kernels.paged import choose_kernels
+from nanoserve.kv.cache import BlockCache, KVCache, RecomputeCache
+from nanoserve.kv.codecs import codec_of
 from nanoserve.kv.step import StepTensors
 from nanoserve.model.gpt2 import GPT2
 from nanoserve.model.weights import WeightTensor
 
+SDPA = "PyTorch scaled_dot_product_attention"
 MAX_LOGIT_ROWS = 64
 """Rows of logits held at once: scoring a prompt must not need [N, V] (196 MiB at 1,024)."""
 
@@ -53,11 +57,16 @@ class EagerExecutor:
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> StepResult:
         hidden = self.model.hidden(step_tensors(batch, self.model.device), self.cache)
-        slices = [
-            self._sample(batch, hidden, slice(first, first + MAX_LOGIT_ROWS))
-            for first in range(0, len(batch.targets), MAX_LOGIT_ROWS)
-        ]
+        slices = [self._sample(batch, hidden, rows) for rows in logit_slices(len(batch.targets))]
         return slices[0] if len(slices) == 1 else concatenate(slices)
+
+    @torch.inference_mode()
+    def execute_with_logits(self, batch: StepBatch) -> tuple[StepResult, NDArray[np.float32]]:
+        """See `Executor`."""
+        hidden = self.model.hidden(step_tensors(batch, self.model.device), self.cache)
+        logits = self.model.logits(hidden).cpu().numpy()
+        slices = [self._sample(batch, hidden, rows) for rows in logit_slices(len(batch.targets))]
+        return concatenate(slices), logits
 
     def _sample(self, batch: StepBatch, hidden: Tensor, rows: slice) -> StepResult:
         logits = self.model.logits(hidden[rows])
@@ -83,7 +92,7 @@ class EagerExecutor:
     def describe(self) -> dict[str, str]:
         return {
             "executor": "eager",
-            "kernels": "PyTorch scaled_dot_product_attention",
+            "kernels": attention_name(self.spec),
             "torch": torch.__version__,
             "threads": str(torch.get_num_threads()),
         }
@@ -96,17 +105,27 @@ class EagerExecutor:
         self.cache.reset()
 
 
+def logit_slices(num_rows: int) -> list[slice]:
+    return [slice(first, first + MAX_LOGIT_ROWS) for first in range(0, num_rows, MAX_LOGIT_ROWS)]
+
+
 def make_cache(spec: ExecutorSpec, device: torch.device) -> KVCache:
-    dtype = TORCH_DTYPES[spec.cache_dtype]
+    """Layout x codec, as the spec names them. Raises ValueError for kernels that cannot run."""
+    codec = codec_of(spec.cache_dtype, choose_kernels(spec.kernels, spec.device))
     if spec.layout == "recompute":
-        return RecomputeCache(spec.model, dtype=dtype)
+        return RecomputeCache(spec.model, codec=codec)
     return BlockCache(
         spec.model,
         num_blocks=spec.num_blocks,
         block_size=spec.block_size,
-        dtype=dtype,
+        codec=codec,
         device=device,
     )
+
+
+def attention_name(spec: ExecutorSpec) -> str:
+    """What attends over one sequence at a time."""
+    return "PyTorch, on int8" if spec.cache_dtype == "int8" else SDPA
 
 
 def step_tensors(batch: StepBatch, device: torch.device) -> StepTensors:

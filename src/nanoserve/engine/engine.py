@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nanoserve.config import EngineConfig
+from nanoserve.engine.audit import CacheAudit
 from nanoserve.engine.batch import LogitRow, StepBatch, StepResult, build_batch
-from nanoserve.engine.build import EngineParts, build_parts, check_donor
+from nanoserve.engine.build import EngineParts, build_parts, check_donor, make_shadow
 from nanoserve.engine.metrics import EngineLog, commit_failed
 from nanoserve.engine.sampling import check_token_ids
 from nanoserve.engine.sequence import ActiveSequence, RequestGroup, read_tokens
@@ -80,6 +81,9 @@ class Engine:
         self.spec = self.executor.spec
         self.clock = clock
         self.log = EngineLog()
+        self.audit: CacheAudit | None = None
+        if config.kv_audit > 0:
+            self.audit = CacheAudit(config.kv_audit, self.executor, make_shadow(self.parts))
         self.poison_freed = poison_freed
         self._groups: dict[str, RequestGroup] = {}
         self._is_stepping = False
@@ -90,6 +94,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._groups)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which a step would do nothing: 0, unless a static batch waits for company."""
+        held_until = self.scheduler.held_until()
+        return 0.0 if held_until is None else max(0.0, held_until - self.clock())
 
     def is_active(self, request_id: str) -> bool:
         """Is it queued or running? False once it ended, was aborted or was lost with a step."""
@@ -150,8 +160,12 @@ class Engine:
         ]
         for request in requests:  # alike in size: the first is refused, or none
             self.scheduler.add(request)
+        accounts = [self.log.arrived(request) for request in requests]
+        if self.audit is not None:
+            for account in accounts:
+                account.audit = self.audit.tally(account.request)
         self._groups[request_id] = RequestGroup(
-            [self.log.arrived(request) for request in requests],
+            accounts,
             prompt,
             self.tokenizer,
             self.parts.eos_token_ids,
@@ -245,8 +259,8 @@ class Engine:
         """Execute the plan and read what it gave; whatever stops that, the plan does not linger."""
         try:
             if self.poison_freed:
-                self.executor.poison(self.scheduler.take_freed())
-            result = self.executor.execute(self._build_batch(plan))
+                self._poison(self.scheduler.take_freed())
+            result = self._execute(plan)
             now = self.clock()
             self.log.executed(now)
             return self._read(plan, result, now)
@@ -255,6 +269,17 @@ class Engine:
             if isinstance(error, Exception):
                 raise StepError(failed, deltas) from error
             raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        batch = self._build_batch(plan)
+        if self.audit is None:
+            return self.executor.execute(batch)
+        return self.audit.execute(plan, batch, lambda request: self.log.active[request].audit)
+
+    def _poison(self, blocks: list[int]) -> None:
+        self.executor.poison(blocks)
+        if self.audit is not None:
+            self.audit.shadow.poison(blocks)
 
     def _fail(self, plan: StepPlan) -> list[str]:
         """Drop the requests of a step that could not be computed; their ids."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from nanoserve.config import CacheDtype, Dtype, Layout, ModelConfig, Quantization
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoserve.config import CacheDtype, Dtype, Kernels, Layout, ModelConfig, Quantization
 from nanoserve.engine.batch import StepBatch, StepResult
 
-Backend = Literal["eager", "native"]
+Backend = Literal["eager", "graph", "native"]
 """The executors there are; `config.ExecutorName` has "auto" beside them."""
 
 
@@ -22,7 +25,8 @@ class ExecutorSpec:
 
     `block_size` x (`num_blocks` + 1 scratch block) positions are addressable; both are 0 for
     `recompute`. `quantization` None: weights in `dtype`. `num_token_ids`: ids from there on are
-    unknown to the tokenizer and never drawn.
+    unknown to the tokenizer and never drawn. `max_num_seqs` is the most that a step may have
+    (buffers of a captured step are made for as many).
     """
 
     model: ModelConfig
@@ -34,7 +38,9 @@ class ExecutorSpec:
     block_size: int
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int
     device: str
+    kernels: Kernels
     threads: int | None
     num_token_ids: int
 
@@ -46,6 +52,10 @@ class Executor(Protocol):
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Append, attend, sample: the only device-to-host point of a step is the result."""
+        ...
+
+    def execute_with_logits(self, batch: StepBatch) -> tuple[StepResult, NDArray[np.float32]]:
+        """`execute`, and the raw logits [R, V] beside it: for whoever compares them."""
         ...
 
     def warm_up(self) -> None:

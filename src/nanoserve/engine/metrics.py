@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from nanoserve.engine.audit import AuditTally
 from nanoserve.request import FinishReason, Request, RequestStatus
 from nanoserve.scheduling.plan import StepPlan
 from nanoserve.scheduling.scheduler import Scheduler
@@ -31,6 +32,7 @@ class RequestAccount:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
+    audit: AuditTally | None = None  # of requests that --kv-audit watches
     steps: array[int] = field(default_factory=lambda: array("Q"))
     starts: array[int] = field(default_factory=lambda: array("I"))
     sizes: array[int] = field(default_factory=lambda: array("I"))

@@ -120,7 +120,7 @@ def sample(
     top_logprobs: list[TopLogprobs] = [()] * num_rows
     for row in np.flatnonzero(finite).tolist():
         wanted = sampling[row]
-        if targets[row] == SAMPLED and not _takes_raw_best(wanted):
+        if targets[row] == SAMPLED and not takes_raw_best(wanted):
             token_ids[row] = _choose(logits[row, :num_ids], wanted, float(draws[row]))
         if wanted.num_logprobs is not None:
             logprobs[row], top_logprobs[row] = _raw_logprobs(
@@ -166,7 +166,7 @@ def _best_ids(
     return peaks, best, finite
 
 
-def _takes_raw_best(sampling: RowSampling) -> bool:
+def takes_raw_best(sampling: RowSampling) -> bool:
     """Whether the row is greedy over its logits as they are."""
     return sampling.params.temperature == 0 and not _adjusts(sampling)
 

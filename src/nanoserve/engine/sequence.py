@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from nanoserve.engine.audit import summarise
 from nanoserve.engine.batch import SAMPLED, LogitRow, RowSampling, StepResult
 from nanoserve.engine.metrics import RequestAccount
 from nanoserve.engine.sampling import DrawStream
@@ -293,6 +294,7 @@ class RequestGroup:
         scheduled = [a.first_scheduled_s for a in accounts if a.first_scheduled_s is not None]
         first = [a.first_token_s for a in accounts if a.first_token_s is not None]
         last = [a.last_token_s for a in accounts if a.last_token_s is not None]
+        tallies = [a.audit for a in accounts if a.audit is not None]
         return RequestMetrics(
             arrival_s=requests[0].arrival_s,
             first_scheduled_s=min(scheduled, default=None),
@@ -301,4 +303,5 @@ class RequestGroup:
             num_cached_tokens=requests[0].num_cached_tokens,
             num_preemptions=sum(r.num_preemptions for r in requests),
             num_slides=sum(r.num_slides for r in requests),
+            kv_audit=summarise(tallies) if tallies else None,
         )

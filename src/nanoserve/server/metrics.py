@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from nanoserve.request import FinishReason, RequestDelta, RequestOutput
+from nanoserve.request import FinishReason, KVAudit, RequestDelta, RequestOutput
 from nanoserve.server.engine_thread import Load
 from nanoserve.server.tickets import Item, Ticket
 
@@ -43,6 +43,7 @@ REQUEST_S = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
     *(50.0, 60.0, 120.0, 240.0, 480.0),
 )
+KL_NATS = tuple(10.0**power for power in range(-8, 2))
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
@@ -89,6 +90,10 @@ class ServerMetrics(Collector):
         self.queue_s = Histogram(REQUEST_S)
         self.prefill_s = Histogram(REQUEST_S)
         self.decode_s = Histogram(REQUEST_S)
+        self.audit_kl = Histogram(KL_NATS)
+        self.num_audited_tokens = 0
+        self.num_audited_disagreements = 0
+        self.max_audited_logit_error = 0.0
         self.request_prompt_tokens = Histogram(TOKENS)
         self.request_generated_tokens = Histogram(TOKENS)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -135,12 +140,22 @@ class ServerMetrics(Collector):
         self.request_prompt_tokens.observe(len(output.prompt_token_ids))
         self.request_generated_tokens.observe(num_generated)
         self.request_s.observe(now_s - times.arrival_s)
+        if times.kv_audit is not None:
+            self._observe_audit(times.kv_audit)
         if times.first_scheduled_s is None:
             return
         self.queue_s.observe(times.first_scheduled_s - times.arrival_s)
         if times.first_token_s is not None and times.last_token_s is not None:
             self.prefill_s.observe(times.first_token_s - times.first_scheduled_s)
             self.decode_s.observe(times.last_token_s - times.first_token_s)
+
+    def _observe_audit(self, audit: KVAudit) -> None:
+        """How the cache of one request compared with a full-precision one."""
+        self.num_audited_tokens += audit.num_tokens
+        self.num_audited_disagreements += audit.num_tokens - audit.num_agreed
+        self.max_audited_logit_error = max(self.max_audited_logit_error, audit.max_logit_error)
+        if audit.mean_kl is not None:
+            self.audit_kl.observe(audit.mean_kl)
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
@@ -154,6 +169,11 @@ class ServerMetrics(Collector):
             ("vllm:num_requests_running", "Sequences in the running batch.", load.num_running),
             ("vllm:num_requests_waiting", "Sequences that wait for it.", load.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the cache in use; 1 is all.", load.cache_usage),
+            (
+                "nanoserve:kv_audit_logit_error",
+                "Largest difference of a logit that --kv-audit found.",
+                self.max_audited_logit_error,
+            ),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self.model_name], value)
@@ -177,6 +197,12 @@ class ServerMetrics(Collector):
             ),
             ("nanoserve:failed_steps", "Steps that could not be computed.", load.num_failed_steps),
             ("nanoserve:broken_rows", "Choices whose logits were not finite.", self.num_broken),
+            ("nanoserve:kv_audit_tokens", "Compared by --kv-audit.", self.num_audited_tokens),
+            (
+                "nanoserve:kv_audit_disagreements",
+                "Of those, tokens whose best differs.",
+                self.num_audited_disagreements,
+            ),
             ("nanoserve:refused_requests", "Answered 429: queue full.", self.num_refused),
             ("nanoserve:disconnects", "Clients that left early.", self.num_disconnects),
             # prometheus-client's own process_cpu_seconds_total moves in steps of 10 ms
@@ -205,6 +231,11 @@ class ServerMetrics(Collector):
         yield self.delivery_s.family(
             "nanoserve:token_delivery_seconds",
             "From a streamed token's birth to its hand-over to the network.",
+            self.model_name,
+        )
+        yield self.audit_kl.family(
+            "nanoserve:kv_audit_kl_nats",
+            "KL(full-precision cache || this one), the mean of a request that --kv-audit watched.",
             self.model_name,
         )
         for histogram, name, text in (
