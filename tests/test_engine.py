@@ -5,9 +5,13 @@ That its tokens are the right ones is the business of test_equality.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import oracle
@@ -38,7 +42,7 @@ from nanoserve.engine.batch import StepBatch, StepResult
 from nanoserve.engine.build import make_scheduler
 from nanoserve.engine.engine import Engine, StepError
 from nanoserve.engine.metrics import EngineLog, replay
-from nanoserve.request import FinishReason, RequestOutput, SamplingParams
+from nanoserve.request import FinishReason, RequestDelta, RequestOutput, SamplingParams
 
 ASCII_ONLY = dict.fromkeys((*range(94, 256), EOS), -100.0)
 """Bans every byte that is no visible ASCII, so that a greedy text is easy to read and to cut."""
@@ -594,6 +598,75 @@ def test_an_interrupted_step_loses_its_requests_and_leaves_an_engine_that_works(
     assert_nothing_left(engine)
     assert len(tokens_of(run(engine, [prompt_of(9)], greedy(8))[0])) == 8
     engine.scheduler.check_integrity()
+
+
+STEP_FILES = {"engine.py", "sequence.py", "metrics.py", "text.py", "scheduler.py", "blocks.py"}
+
+
+def interrupt_at(engine: Engine, count: int) -> bool:
+    """Step, interrupted as the `count`-th line of the step's own code begins; False: it has fewer.
+
+    Only `Engine._step` and what it calls are counted: a second Ctrl-C within the microseconds in
+    which the first is being seen to is nobody's concern.
+    """
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        if Path(frame.f_code.co_filename).name not in STEP_FILES:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == count:
+                raise KeyboardInterrupt
+        return trace
+
+    step = engine._step
+
+    def traced_step() -> list[RequestDelta]:
+        sys.settrace(trace)
+        try:
+            return step()
+        finally:
+            sys.settrace(None)
+
+    engine._step = traced_step  # type: ignore[method-assign]
+    try:
+        engine.step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        engine._step = step  # type: ignore[method-assign]
+    return False
+
+
+def test_an_interrupt_at_any_line_of_a_step_leaves_an_engine_that_gives_the_right_tokens() -> None:
+    """The step decodes one request, expires one, forks, admits and finishes others."""
+    clock = Clock()
+    engine = tiny_engine(clock=clock, max_num_seqs=5, block_size=4)
+    expected = tokens_of(run(engine, [prompt_of(11)], greedy(5))[0])
+    was_interrupted, count = True, 0
+    while was_interrupted:
+        count += 7
+        engine.add("runs", prompt_of(9), greedy(8))
+        engine.add("ends", prompt_of(6), greedy(2))
+        engine.add("forks", prompt_of(6, seed=1), greedy(4, n=2))
+        engine.step()
+        engine.add("expires", prompt_of(5), greedy(4), timeout_s=1.0)
+        engine.add("joins", prompt_of(8), greedy(4))
+        engine.add("waits", prompt_of(11), greedy(5))
+        clock.now += 2.0
+        was_interrupted = interrupt_at(engine, count)
+        engine.scheduler.check_integrity()
+        assert not (was_interrupted and engine.is_active("runs"))
+        outputs = outputs_of(drain(engine))
+        assert tokens_of(outputs["waits"]) == expected
+        assert not engine.has_unfinished
+        assert not engine.scheduler.has_unfinished
+        assert not list(engine.scheduler.pool.owners())
+        assert not engine.log.active
+        engine.scheduler.check_integrity()
+    assert count > 300  # it was interrupted in many places
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, RuntimeError])
