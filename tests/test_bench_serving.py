@@ -318,7 +318,13 @@ def test_a_server_is_told_all_that_the_engine_is_made_of() -> None:
 
 
 def test_a_server_is_told_of_every_option_that_an_engine_has() -> None:
-    engine = tiny_engine(context_overflow="slide", slide_window=5, enable_prefix_caching=True)
+    engine = tiny_engine(
+        context_overflow="slide",
+        slide_window=5,
+        enable_prefix_caching=True,
+        batching="static",
+        batching_timeout=0.5,
+    )
     engine.config = replace(
         engine.config, quantization="int8", revision="main", tokenizer="gpt2", threads=1
     )
@@ -331,6 +337,7 @@ def test_a_server_is_told_of_every_option_that_an_engine_has() -> None:
     assert given["--quantization"] == "int8"
     assert given["--context-overflow"] == "slide"
     assert given["--slide-window"] == "5"
+    assert given["--batching-timeout"] == "0.5"
     assert served.serve_arguments(tiny_engine(strict_context=True), 4242)[-1] == "--strict-context"
 
 

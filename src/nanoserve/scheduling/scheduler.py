@@ -112,6 +112,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.slide_window = slide_window(config, max_model_len)
+        self.batching_timeout = config.batching_timeout
         self.counters = SchedulerCounters()
         self.pool = BlockPool(
             num_blocks,
@@ -186,11 +187,27 @@ class Scheduler:
             self._drop(request, FinishReason.ABORT)
         return ended
 
+    def held_until(self) -> float | None:
+        """Until when nothing is scheduled, on the requests' clock; None: something is at once.
+
+        Only a static batch that is not full and has a `batching_timeout` is held back: until its
+        oldest request has waited that long, or a deadline passes before.
+        """
+        num_waiting = len(self._waiting)
+        if self.batching_timeout is None or self._running:
+            return None
+        if not 0 < num_waiting < self.max_num_seqs:
+            return None
+        start = min(request.arrival_s for request in self._waiting) + self.batching_timeout
+        deadline = self._deadlines.first()
+        return start if deadline is None else min(start, deadline[0][0])
+
     def schedule(self, now: float) -> StepPlan:
         """The next step; `now` is in seconds, on the clock of the requests' deadlines.
 
-        Something is scheduled whenever anything is unfinished. RuntimeError if the plan before it
-        was not committed; one whose requests were all aborted (its step failed) need not be.
+        Something is scheduled whenever anything is unfinished, unless it is `held_until` later.
+        RuntimeError if the plan before it was not committed; one whose requests were all aborted
+        (its step failed) need not be.
         """
         if any(row.request.status is RequestStatus.RUNNING for row in self._uncommitted.scheduled):
             raise RuntimeError("schedule() was called before commit() took the plan before it")
@@ -200,7 +217,8 @@ class Scheduler:
         self._repeat_finished(draft)
         # Joining in a step that preempts would hand blocks to a later request, or to the preempted
         # one itself, just after they were short; and it could fork from a donor that lost them.
-        if not draft.preempted:
+        held_until = self.held_until()
+        if not draft.preempted and (held_until is None or held_until <= now):
             self._admit(draft)
         plan = StepPlan(
             scheduled=tuple(draft.scheduled.values()),

@@ -165,13 +165,17 @@ class EngineThread:
     def _take_commands(self) -> list[Command] | None:
         """Wait for something to do. None: there is nothing more to do."""
         with self._wake:
-            while not (self._commands or self._can_step or self._is_closing):
-                self._wake.wait()
+            while not (self._commands or self._is_closing) and (pause_s := self._pause_s()) != 0:
+                self._wake.wait(pause_s)
             if self._is_closing and not self._commands:
                 return None
             commands = list(self._commands)
             self._commands.clear()
             return commands
+
+    def _pause_s(self) -> float | None:
+        """How long there will be nothing to do, unless somebody calls; None: for ever."""
+        return self.engine.idle_s if self._can_step else None
 
     @property
     def _can_step(self) -> bool:
