@@ -11,6 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from nanoserve.bench.arrivals_plots import (
+    arrivals_plot,
+    burst_plot,
+    draw_arrivals,
+    draw_burst,
+)
 from nanoserve.bench.batching_plots import (
     batch_scaling_plot,
     draw_batch_scaling,
@@ -20,6 +26,23 @@ from nanoserve.bench.batching_plots import (
     timeline_plot,
 )
 from nanoserve.bench.findings import Table
+from nanoserve.bench.findings.arrivals import (
+    ArrivalsFindings,
+    arrivals_findings,
+    arrivals_numbers,
+    arrivals_paragraph,
+    goodput_table,
+    notes_text,
+)
+from nanoserve.bench.findings.arrivals import (
+    latency_table as arrival_latency_table,
+)
+from nanoserve.bench.findings.arrivals import (
+    prediction_table as arrival_prediction_table,
+)
+from nanoserve.bench.findings.arrivals import (
+    throughput_table as arrival_throughput_table,
+)
 from nanoserve.bench.findings.batch import (
     BatchFindings,
     batch_findings,
@@ -66,6 +89,16 @@ from nanoserve.bench.findings.overhead import (
     overhead_paragraph,
     overhead_table,
 )
+from nanoserve.bench.findings.peers import (
+    PeerFindings,
+    entrants_table,
+    floors_table,
+    goals_table,
+    peer_findings,
+    peers_numbers,
+    peers_paragraph,
+    peers_table,
+)
 from nanoserve.bench.findings.serving import (
     ServingFindings,
     cost_table,
@@ -76,6 +109,7 @@ from nanoserve.bench.findings.serving import (
     throughput_table,
 )
 from nanoserve.bench.memory_plots import ceilings_plot, draw_ceilings
+from nanoserve.bench.peers_plots import draw_peers, peers_plot
 from nanoserve.bench.plots import PlotData, draw_kvcache, kvcache_plot
 from nanoserve.bench.record import Run
 
@@ -171,6 +205,40 @@ BATCHING: Chapter[BatchingFindings] = Chapter(
     numbers=batching_numbers,
 )
 
+ARRIVALS: Chapter[ArrivalsFindings] = Chapter(
+    title="What if requests do not come all at once?",
+    conclude=arrivals_findings,
+    paragraph=arrivals_paragraph,
+    tables={
+        "Requests that met both objectives, of all offered, and their number a second": (
+            goodput_table
+        ),
+        "Output tokens a second, from the first arrival to the last token": (
+            arrival_throughput_table
+        ),
+        "Milliseconds, counted from the scheduled arrival": arrival_latency_table,
+    },
+    details={
+        "Milliseconds to the first token, as simulated before and as measured": (
+            arrival_prediction_table
+        )
+    },
+    pictures={
+        "arrivals": Picture(
+            alt="goodput and time to first token by load, and two distributions, for four arms",
+            data=arrivals_plot,
+            draw=draw_arrivals,
+        ),
+        "arrivals_burst": Picture(
+            alt="who waits and who holds which slot in one burst, static and continuous",
+            data=burst_plot,
+            draw=draw_burst,
+        ),
+    },
+    notes=notes_text,
+    numbers=arrivals_numbers,
+)
+
 INTERFERENCE: Chapter[InterferenceFindings] = Chapter(
     title="What does a long prompt cost the others?",
     conclude=interference_findings,
@@ -204,6 +272,28 @@ OVERHEAD: Chapter[OverheadFindings] = Chapter(
     tables={"Microseconds of a step in which nothing is computed": overhead_table},
 )
 
+PEERS: Chapter[PeerFindings] = Chapter(
+    title="Why not use something else?",
+    conclude=peer_findings,
+    paragraph=peers_paragraph,
+    tables={
+        "Milliseconds of a step on every engine; in brackets: times as long as ours": peers_table,
+        "Goals against other engines": goals_table,
+        "One sequence against what its bytes take at the bandwidth of the same minute": (
+            floors_table
+        ),
+        "Who ran, and how close their logits are to ours in fp32": entrants_table,
+    },
+    pictures={
+        "peers": Picture(
+            alt="time of each engine as a multiple of ours, by precision and cell",
+            data=peers_plot,
+            draw=draw_peers,
+        )
+    },
+    numbers=peers_numbers,
+)
+
 SERVING: Chapter[ServingFindings] = Chapter(
     title="What does HTTP cost on top of the engine?",
     conclude=serving_findings,
@@ -227,9 +317,11 @@ CHAPTERS: Mapping[str, Chapter[Any]] = {
     "kvcache": KVCACHE,
     "batch": BATCH,
     "batching": BATCHING,
+    "arrivals": ARRIVALS,
     "interference": INTERFERENCE,
     "memory": MEMORY,
     "overhead": OVERHEAD,
+    "peers": PEERS,
     "serving": SERVING,
     "ceilings": CEILINGS,
 }

@@ -13,10 +13,13 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter_ns, process_time, thread_time
+from time import perf_counter_ns, process_time, sleep, thread_time
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+FAILED = "failed"
+"""The label of a repetition that did not come about, with the reason. It has no seconds."""
 
 
 class Stopwatch:
@@ -33,12 +36,23 @@ class Stopwatch:
         result = work()
         self._synchronize()
         elapsed = perf_counter_ns() - started
-        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed / 1e9
+        self.add(name, elapsed / 1e9)
         return result
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to `seconds[name]` what was timed elsewhere: in another process, by this module."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
 Arm = Callable[[Stopwatch], object]
-"""One repetition: set up untimed, time the parts that count through the stopwatch, clean up."""
+"""One repetition: set up untimed, time the parts that count through the stopwatch, clean up.
+
+Raises `ArmError` if it cannot, which is recorded and does not end the run.
+"""
+
+
+class ArmError(RuntimeError):
+    """An arm that failed, and why: the others go on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +124,12 @@ def now_s() -> float:
     return perf_counter_ns() / 1e9
 
 
+def rest(seconds: float) -> None:
+    """Do nothing for so long; not at all for a time that has passed."""
+    if seconds > 0:
+        sleep(seconds)
+
+
 def process_cpu_s() -> float:
     """Seconds of processor time that this process, all its threads together, has used."""
     return process_time()
@@ -144,7 +164,10 @@ def warm_arm(
     used_s = cost_s = 0.0
     for _ in range(rules.warmups):
         watch = Stopwatch(synchronize)
-        watch.time("all", lambda: arm(Stopwatch(synchronize)))
+        try:
+            watch.time("all", lambda: arm(Stopwatch(synchronize)))
+        except ArmError:
+            return 0.0  # its first round will say so on the record
         cost_s = watch.seconds["all"]
         used_s += cost_s
         if limit_s is not None and used_s >= limit_s:
@@ -212,8 +235,11 @@ def run_group(
     """One repetition of each arm, in the order given."""
     samples = []
     for position, arm in enumerate(arms):
-        watch = Stopwatch(synchronize)
-        group.arms[arm](watch)
+        watch, labels = Stopwatch(synchronize), group.labels
+        try:
+            group.arms[arm](watch)
+        except ArmError as error:
+            watch, labels = Stopwatch(synchronize), {**labels, FAILED: str(error)}
         samples.append(
             Sample(
                 group=group.name,
@@ -222,7 +248,7 @@ def run_group(
                 position=position,
                 dropped=dropped,
                 seconds=watch.seconds,
-                labels=group.labels,
+                labels=labels,
             )
         )
     return samples

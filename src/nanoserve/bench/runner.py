@@ -24,6 +24,7 @@ from nanoserve.bench import compare, machine, page, plots, report
 from nanoserve.bench.chapters import CHAPTERS
 from nanoserve.bench.conduct import VoidError, check_out, results_path
 from nanoserve.bench.experiments import (
+    arrivals,
     batch,
     batching,
     ceilings,
@@ -31,6 +32,7 @@ from nanoserve.bench.experiments import (
     kvcache,
     memory,
     overhead,
+    peers,
     serving,
 )
 from nanoserve.bench.findings import Table, duration_text
@@ -95,11 +97,13 @@ EXPERIMENTS = {
     "kvcache": Experiment(question=kvcache.QUESTION, measure=kvcache.measure, show=show_chapter),
     "batch": Experiment(question=batch.QUESTION, measure=batch.measure, show=show_chapter),
     "batching": Experiment(question=batching.QUESTION, measure=batching.measure, show=show_chapter),
+    "arrivals": Experiment(question=arrivals.QUESTION, measure=arrivals.measure, show=show_chapter),
     "interference": Experiment(
         question=interference.QUESTION, measure=interference.measure, show=show_chapter
     ),
     "memory": Experiment(question=memory.QUESTION, measure=memory.measure, show=show_chapter),
     "overhead": Experiment(question=overhead.QUESTION, measure=overhead.measure, show=show_chapter),
+    "peers": Experiment(question=peers.QUESTION, measure=peers.measure, show=show_chapter),
     "serving": Experiment(question=serving.QUESTION, measure=serving.measure, show=show_chapter),
 }
 

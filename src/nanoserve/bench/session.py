@@ -20,12 +20,14 @@ from nanoserve.bench.record import Record
 from nanoserve.config import (
     Batching,
     CacheConfig,
+    CacheDtype,
     Device,
     DtypeOption,
     EngineConfig,
     ExecutorName,
     Layout,
     LoadFormat,
+    Quantization,
     SchedulerConfig,
 )
 from nanoserve.engine.engine import Engine
@@ -39,12 +41,17 @@ MAX_STEP_TOKENS = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was typed. `load_format` None: the weights if they are at hand, else `dummy`."""
+    """What was typed. `load_format` None: the weights if they are at hand, else `dummy`.
+
+    `quantization` None: weights in `dtype`; `kv_cache_dtype` None: keys and values in `dtype`, too.
+    """
 
     model: str = "gpt2"
     load_format: LoadFormat | None = None
     device: Device = "auto"
     dtype: DtypeOption = "auto"
+    quantization: Quantization | None = None
+    kv_cache_dtype: CacheDtype | None = None
     executor: ExecutorName = "auto"
     threads: int | None = None
     quick: bool = False
@@ -137,6 +144,7 @@ def open_engine(
     layout: Layout,
     max_num_seqs: int,
     batching: Batching = "continuous",
+    batching_timeout: float | None = None,
     max_num_batched_tokens: int | None = MAX_STEP_TOKENS,
     enable_prefix_caching: bool = False,
     donor: Engine | None = None,
@@ -150,11 +158,13 @@ def open_engine(
         load_format=load_format,
         device=options.device,
         dtype=options.dtype,
+        quantization=options.quantization,
         executor=options.executor,
         threads=options.threads,
-        cache=CacheConfig(layout=layout),
+        cache=CacheConfig(layout=layout, dtype=options.kv_cache_dtype),
         scheduler=SchedulerConfig(
             batching=batching,
+            batching_timeout=batching_timeout,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,

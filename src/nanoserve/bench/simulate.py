@@ -7,10 +7,13 @@ experiments hold every real run to its simulation.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from nanoserve.bench.arrivals import Schedule as ArrivalSchedule
+from nanoserve.bench.metrics import RequestTimes
 from nanoserve.bench.stepcosts import StepWork
 from nanoserve.bench.traces import Length
 from nanoserve.request import FinishReason, Request, SamplingParams
@@ -114,7 +117,9 @@ def simulate(
         plan = scheduler.schedule(0.0)
         works.append(StepWork.of(plan))
         book.planned(plan, step)
-        commit_fake(scheduler, plan, first_tokens, step)
+        for number in commit_fake(scheduler, plan):
+            if first_tokens[number] < 0:
+                first_tokens[number] = step
         book.committed(scheduler, step)
     return Schedule(
         works=tuple(works),
@@ -125,26 +130,58 @@ def simulate(
     )
 
 
-def fake_request(number: int, length: Length) -> Request:
+def simulate_arrivals(
+    scheduler: Scheduler, schedule: ArrivalSchedule, costs: Callable[[StepWork], float]
+) -> list[RequestTimes]:
+    """When each request would be served, in predicted seconds since the schedule began.
+
+    The clock jumps from the end of one step to that of the next, or to the next arrival where there
+    is nothing to do. Who comes in the middle of a step is seen at its end, as in an engine.
+    """
+    coming = deque(enumerate(schedule.arrivals))
+    first_s: dict[int, float] = {}
+    token_s: list[list[float]] = [[] for _ in schedule.arrivals]
+    now = 0.0
+    while coming or scheduler.has_unfinished:
+        while coming and coming[0][1].at_s <= now:
+            number, arrival = coming.popleft()
+            scheduler.add(fake_request(number, arrival.length, arrival.at_s))
+        plan = scheduler.schedule(now)
+        if not plan.scheduled:
+            wakes = [scheduler.held_until(), coming[0][1].at_s if coming else None]
+            now = min(at_s for at_s in wakes if at_s is not None)
+            continue
+        for row in plan.scheduled:
+            first_s.setdefault(int(row.request.request_id), now)
+        now += costs(StepWork.of(plan))
+        for number in commit_fake(scheduler, plan):
+            token_s[number].append(now)
+    return [
+        RequestTimes(
+            arrival_s=arrival.at_s, first_scheduled_s=first_s[number], token_s=tuple(times)
+        )
+        for number, (arrival, times) in enumerate(zip(schedule.arrivals, token_s, strict=True))
+    ]
+
+
+def fake_request(number: int, length: Length, arrival_s: float = 0.0) -> Request:
     """A request of these lengths; which tokens it holds does not matter without prefix caching."""
     return Request(
         request_id=str(number),
         prompt_token_ids=(ANY_TOKEN,) * length.prompt,
         params=SamplingParams(max_tokens=length.output, ignore_eos=True),
         max_tokens=length.output,
+        arrival_s=arrival_s,
     )
 
 
-def commit_fake(scheduler: Scheduler, plan: StepPlan, first_tokens: list[int], step: int) -> None:
-    """Every row that samples draws a token; who has all of its output is finished."""
+def commit_fake(scheduler: Scheduler, plan: StepPlan) -> list[int]:
+    """Every row that samples draws a token; who has all of its output is finished. Who drew."""
     tokens: list[int | None] = []
     finished: dict[Request, FinishReason] = {}
     for row in plan.scheduled:
         tokens.append(ANY_TOKEN if row.samples else None)
-        if row.samples:
-            num_output = len(row.request.output_token_ids)
-            if num_output == 0:
-                first_tokens[int(row.request.request_id)] = step
-            if num_output + 1 == row.request.max_tokens:
-                finished[row.request] = FinishReason.LENGTH
+        if row.samples and len(row.request.output_token_ids) + 1 == row.request.max_tokens:
+            finished[row.request] = FinishReason.LENGTH
     scheduler.commit(plan, tokens, finished)
+    return [int(row.request.request_id) for row in plan.scheduled if row.samples]

@@ -19,7 +19,7 @@ from nanoserve.bench.calibrate import add_all, calibrate, make_probes, simulated
 from nanoserve.bench.conduct import AAArms, Pace, conduct
 from nanoserve.bench.experiments.batch import make_trial
 from nanoserve.bench.experiments.kvcache import Gate, Tokens
-from nanoserve.bench.measure import Arm, Group, Rounds, Rules, Stopwatch, now_s
+from nanoserve.bench.measure import Arm, Group, Rounds, Rules, Stopwatch, now_s, rest
 from nanoserve.bench.metrics import RequestTimes, e2e, min_samples, supported_percentile, ttft
 from nanoserve.bench.record import Record, Run
 from nanoserve.bench.session import Options, Screen, open_engine, weights_at_hand
@@ -374,6 +374,7 @@ def write_lengths(engine: Engine, lengths: Sequence[Length], num_logprobs: int) 
         engine.add(str(number), prompt, params)
     written: list[Tokens] = [[] for _ in lengths]
     while engine.has_unfinished:
+        rest(engine.idle_s)  # a batch that waits for company
         for delta in engine.step():
             written[int(delta.request_id)] += delta.logprobs or ()
     return written
