@@ -10,6 +10,7 @@ import errno
 import json
 import random
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -557,7 +558,8 @@ def test_ceilings_run_and_are_kept(
 def test_the_yardsticks_do_what_they_say(small_yardsticks: ceilings.Yardsticks) -> None:
     read = next(group for group in small_yardsticks.groups if group.name == "read")
     assert read.labels == {"unit": "bytes", "amount": 2**20}
-    assert set(read.arms) == {"torch.sum", "torch.sum again", "torch.dot", "torch.mv", "numpy.max"}
+    libraries = {"torch.sum", "torch.sum again", "torch.dot", "torch.mv", "numpy.max"}
+    assert set(read.arms) - {"native read", "native read, fetched ahead"} == libraries
     matmuls = [group for group in small_yardsticks.groups if group.name.startswith("matmul")]
     assert {group.labels["amount"] for group in matmuls} == {2 * 8 * 16 * 8}
 
@@ -701,6 +703,117 @@ def test_a_run_ends_with_table_paragraph_and_plot(
         ".svg",
         ".png",
     }
+
+
+def test_a_void_run_is_shown_and_marked_and_has_a_code_of_its_own(
+    tmp_path: Path,
+    fake_house: Callable[..., Callable[[Path], Run]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_house()
+    monkeypatch.setattr(findings.AACheck, "is_miss", True)
+    assert runner.main(["kvcache", "--out", str(tmp_path), "--seed", "3"]) == runner.VOID == 3
+    shown = capsys.readouterr()
+    text = " ".join(shown.out.split())
+    assert "VOID: two A/A misses: this machine is too busy" in text
+    assert "naive ms" in text
+    assert "The cache wins" not in text  # nothing is claimed
+    assert shown.err.splitlines()[-1].startswith("nanoserve bench: two A/A misses")
+    assert {path.suffix for path in (tmp_path / machine.slug()).iterdir()} == {".jsonl"}
+
+
+@pytest.fixture
+def three(
+    monkeypatch: pytest.MonkeyPatch, fake_house: Callable[..., Callable[[Path], Run]]
+) -> Callable[[BaseException], None]:
+    """A function that makes three experiments: kvcache on fakes between two that fail."""
+    fake_house()
+    works = runner.EXPERIMENTS["kvcache"]
+
+    def prepare(error: BaseException) -> None:
+        def fail(*_: object) -> Run:
+            raise error
+
+        broken = replace(works, measure=fail)
+        experiments = {"first": broken, "kvcache": works, "last": broken}
+        monkeypatch.setattr(runner, "EXPERIMENTS", experiments)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        VoidError("the gate failed"),
+        ValueError("no room"),
+        OSError(5, "an I/O error"),
+        KeyError("x"),
+    ],
+)
+def test_of_several_experiments_one_that_fails_does_not_lose_the_others(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+) -> None:
+    three(error)
+    assert runner.main(["all", "--out", str(tmp_path), "--seed", "3"]) == 1
+    shown = capsys.readouterr()
+    assert "The cache wins from context 16 on" in " ".join(shown.out.split())
+    lines = shown.err.splitlines()
+    assert [line.split(" failed: ")[0] for line in lines[-2:]] == [
+        "nanoserve bench: first",
+        "nanoserve bench: last",
+    ]
+    assert "1 of 3 experiments in " in lines[-3]
+    assert any(re.match(r"\[2 of 3\] kvcache, .+ passed, about .+ left", line) for line in lines)
+    page = tmp_path / machine.slug() / "report.html"
+    assert f"Page for a browser: {page}" in shown.err.replace("\n", "")
+    assert "1. What does the cache buy" in page.read_text()
+
+
+def test_ctrl_c_ends_all_of_them(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    three(KeyboardInterrupt())
+    assert runner.main(["all", "--out", str(tmp_path)]) == 130
+    assert "--resume continues" in capsys.readouterr().err
+
+
+def test_without_plotly_there_is_no_page_and_that_is_said(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    three(ValueError("no room"))
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert runner.main(["all", "--out", str(tmp_path)]) == 1
+    assert "No page: plotly" in capsys.readouterr().err
+
+
+def test_too_few_rounds_for_an_interval_are_said(recorded: concluding.KVCacheFindings) -> None:
+    assert concluding.few_rounds_sentence(recorded) == []
+    first, *rest = recorded.comparisons
+    few = replace(first, speedup=replace(first.speedup, n=3, interval=None))
+    (said,) = concluding.few_rounds_sentence(replace(recorded, comparisons=(few, *rest)))
+    assert "only 3 rounds" in said
+    assert "smallest ratio seen decides" in said
+
+
+@pytest.mark.parametrize(
+    "predicted, expected", [(1.0, "0%"), (0.999, "0%"), (1.1, "+10%"), (0.5, "-50%")]
+)
+def test_an_error_that_rounds_to_nothing_has_no_sign(predicted: float, expected: str) -> None:
+    assert findings.off(predicted, 1.0) == expected
+
+
+@pytest.mark.parametrize("ratio, expected", [(0.98, "0.98x"), (1.4, "1.4x"), (34.2, "34x")])
+def test_a_loss_is_not_rounded_away(ratio: float, expected: str) -> None:
+    assert plots.short_times(ratio) == expected
 
 
 def test_a_bar_is_drawn_only_between_repetitions(

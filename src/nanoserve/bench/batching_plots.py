@@ -20,7 +20,7 @@ from nanoserve.bench.findings.batching import (
     CaseFindings,
 )
 from nanoserve.bench.findings.kvcache import subject
-from nanoserve.bench.plots import CACHED, FAINT, INK, NAIVE, QUIET, PlotData, rounded
+from nanoserve.bench.plots import CACHED, FAINT, INK, NAIVE, ON_GRID, QUIET, PlotData, rounded
 from nanoserve.bench.record import Run
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def draw_steps(axes: Axes, data: PlotData) -> None:
             va="center",
             color=colour,
             fontsize=9,
+            bbox=ON_GRID,
         )
     draw_knee(axes, data)
     set_batch_axes(axes, [p["batch"] for p in data["curves"][0]["points"]], room=2.6)
@@ -132,17 +133,30 @@ def draw_knee(axes: Axes, data: PlotData) -> None:
     axes.axhline(floor, color=FAINT, linewidth=1)
     axes.axhline(floor * data["knee_ratio"], color=INK, linewidth=0.8, dashes=(2, 2))
     knee = curve["knee"]
-    words = f"{data['knee_ratio']:g}x one sequence"
+    words = f"{data['knee_ratio']:g}x as long"
     if knee is not None:
         axes.plot([knee], [floor * data["knee_ratio"]], marker="D", color=INK, markersize=7)
-        words += f": batch {knee:.1f}"
+        words += f" at batch {knee:.1f}"
     axes.annotate(
         words,
         (1.0 if knee is None else knee, floor * data["knee_ratio"]),
-        xytext=(9, -13),
+        xytext=(9, -14),
         textcoords="offset points",
         fontsize=9.5,
         fontweight="bold",
+        bbox=ON_GRID,
+    )
+    last = curve["points"][-1]["batch"]
+    axes.annotate(
+        f"one sequence: {milliseconds(floor / 1e3)} ms",
+        (last * 2.4, floor),
+        xytext=(0, -3),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8.5,
+        color=QUIET,
+        bbox=ON_GRID,
     )
 
 
@@ -174,11 +188,12 @@ def draw_throughput(axes: Axes, curve: PlotData) -> None:
         axes.annotate(
             f"{values[-1]:,.3g}\n{words}",
             (batches[-1], values[-1]),
-            xytext=(7, 0),
+            xytext=(7, 7),
             textcoords="offset points",
             va="center",
             color=colour,
             fontweight="bold",
+            bbox=ON_GRID,
         )
     set_batch_axes(axes, batches, room=2.6)
     axes.set_title(f"tokens per second, context {curve['context']:,}", loc="left", fontsize=11)
@@ -357,9 +372,10 @@ def draw_workloads(axes: Axes, data: PlotData) -> None:
     axes.axvline(1.0, color=INK, linewidth=0.8, dashes=(2, 2))
     axes.set_yticks(range(len(cases)), [case["workload"] for case in cases])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.55 * max(max(c["gain"] or 0, c["predicted_gain"]) for c in cases))
+    axes.set_xlim(0, 1.85 * max(max(c["gain"] or 0, c["predicted_gain"]) for c in cases))
     axes.set_xlabel("makespan, static / continuous")
-    axes.set_title(f"over {data['slots']} slots (tick: predicted)", loc="left", fontsize=11)
+    title = f"over {data['slots']} slots (bar: measured, tick: predicted)"
+    axes.set_title(title, loc="left", fontsize=11)
 
 
 def draw_by_slots(axes: Axes, data: PlotData) -> None:
@@ -392,5 +408,5 @@ def draw_by_slots(axes: Axes, data: PlotData) -> None:
     axes.set_xlim(slots[0] / 1.25, slots[-1] * 1.25)
     axes.minorticks_off()
     axes.set_ylim(0.9, 1.12 * max(max(c["gain"] or 0, c["predicted_gain"]) for c in cases))
-    axes.set_xlabel("slots")
-    axes.set_title(f"{cases[0]['workload']} (dashed: predicted)", loc="left", fontsize=11)
+    axes.set_xlabel(f"slots; {cases[0]['workload']}")
+    axes.set_title("by slots (dot: measured, dashed: simulated)", loc="left", fontsize=11)

@@ -38,6 +38,9 @@ STYLE: Any = {  # the type of matplotlib's keys differs between its versions
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
 }
+ON_GRID: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+"""Behind words that stand on grid lines."""
+
 SIGNIFICANT_DIGITS = 6
 
 
@@ -142,7 +145,7 @@ def draw_step_times(axes: Axes, points: Sequence[PlotData]) -> None:
 
 
 def label_curves(axes: Axes, points: Sequence[PlotData]) -> None:
-    """Each curve's name beside it: above the rising one, below the flat one."""
+    """Each curve's name beside its end: left of the rising one, above the flat one."""
     last = points[-1]
     axes.annotate(
         "recompute everything",
@@ -153,14 +156,16 @@ def label_curves(axes: Axes, points: Sequence[PlotData]) -> None:
         va="center",
         color=NAIVE,
         fontweight="bold",
+        bbox=ON_GRID,
     )
     axes.annotate(
         "KV cache",
-        (last["context"], min(last["cached"]["ms"], last["cached"]["predicted_ms"])),
-        xytext=(-10, -9),
+        (last["context"], max(last["cached"]["ms"], last["cached"]["predicted_ms"])),
+        xytext=(-10, 8),
         textcoords="offset points",
         ha="right",
-        va="top",
+        va="bottom",
+        bbox=ON_GRID,
         color=CACHED,
         fontweight="bold",
     )
@@ -172,11 +177,12 @@ def label_curves(axes: Axes, points: Sequence[PlotData]) -> None:
         fontsize=8.5,
         color=QUIET,
         va="top",
+        bbox=ON_GRID,
     )
 
 
 def set_log_axes(axes: Axes, contexts: Sequence[int]) -> None:
-    """Powers of two and the last context below, plain numbers at the side, room for the labels."""
+    """A tick a context, named if a power of two or the last; room for the curves' names."""
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
@@ -184,9 +190,8 @@ def set_log_axes(axes: Axes, contexts: Sequence[int]) -> None:
     axes.set_xlim(contexts[0] * 0.85, contexts[-1] * 3.4)
     low, high = axes.get_ylim()
     axes.set_ylim(low / 1.6, high * 1.6)
-    powers = [n for n in contexts if n & (n - 1) == 0 and n < contexts[-1] / 2]
-    ticks = [*powers, contexts[-1]]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    named = {n for n in contexts if n & (n - 1) == 0} | {contexts[-1]}
+    axes.set_xticks(contexts, [f"{n:,}" if n in named else "" for n in contexts], fontsize=8.5)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.4g}")
@@ -219,7 +224,8 @@ def mebibytes(value: float) -> str:
 
 
 def short_times(ratio: float) -> str:
-    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
+    """With a digit more where one would round a loss to none."""
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x" if ratio >= 1.1 else f"{ratio:.2f}x"
 
 
 def draw_batches(axes: Axes, points: Sequence[PlotData]) -> None:

@@ -176,15 +176,21 @@ class Run:
 
 
 def read_records(path: Path) -> tuple[list[Record], list[str]]:
-    """All usable records of a file, and a line for each one skipped and why."""
+    """All usable records of a file, and a line for each reason for which some were skipped."""
     records: list[Record] = []
-    skipped: list[str] = []
+    reasons: dict[str, list[int]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
             records.append(decode(line))
         except ValueError as error:
-            skipped.append(f"{path.name}, line {number} skipped: {error}")
+            reasons.setdefault(str(error), []).append(number)
+    skipped = [f"{path.name}, {lines_text(at)} skipped: {why}" for why, at in reasons.items()]
     return records, skipped
+
+
+def lines_text(numbers: Sequence[int]) -> str:
+    first, num_more = numbers[0], len(numbers) - 1
+    return f"lines {first} and {num_more:,} more" if num_more else f"line {first}"
 
 
 def decode(line: bytes) -> Record:

@@ -124,7 +124,7 @@ def ceilings_sentence(run: Run) -> list[str]:
     """The run's own ceilings: those measured between its arms, else what its predictions used."""
     between = [r for r in rates(run.final_samples) if r.group.startswith("ceiling")]
     if between:
-        said = ", ".join(rate_text(rate) for rate in between)
+        said = ", ".join(map(rate_text, sorted(between, key=lambda rate: rate.unit)))
         return [f"Its own ceilings, measured between the arms: {said}."]
     if "ceilings" not in run.header:
         return []
