@@ -110,15 +110,14 @@ def draw_lines(axes: Axes, data: PlotData) -> None:
         if arm["passed"]:
             axes.plot(*zip(*arm["passed"], strict=True), "o", color=colour, markersize=6)
         axes.plot(arm["failed"], [limit] * len(arm["failed"]), "x", color=colour, markersize=8)
-        batch, peak = arm["line"][-1]
         axes.annotate(
             arm["name"],
-            (batch, peak),
-            xytext=(-6, -30),
+            (arm["line"][-1][0], 0),
+            xytext=(0, 5),
             textcoords="offset points",
             rotation=90,
-            va="top",
-            ha="right",
+            ha="center",
+            va="bottom",
             color=colour,
             fontsize=8.5,
         )

@@ -185,14 +185,16 @@ def tensors_of(request: ProbeRequest, spec: ExecutorSpec) -> Iterable[WeightTens
 def write_every_page(executor: Executor, request: ProbeRequest) -> None:
     """K and V in every block of every sequence, then a decode step of all at full context.
 
-    The prompt is no longer than the batch, so that the decode is the larger step of the two. Raises
-    RuntimeError for logits that are not finite.
+    A prompt fills the first block in chunks no longer than the batch, so that the decode is the
+    largest step. Raises RuntimeError for logits that are not finite.
     """
-    rows = min(request.batch, BLOCK_SIZE, request.context)
+    prompt = np.arange(min(BLOCK_SIZE, request.context), dtype=np.int32)
     first = np.arange(request.num_blocks, dtype=np.int32)
     tables = first.reshape(request.batch, request.blocks_per_sequence)
     nothing = np.zeros((0, 2), dtype=np.int32)
-    executor.execute(step(tables[:1], np.arange(rows, dtype=np.int32), nothing))
+    for start in range(0, len(prompt), request.batch):
+        chunk = prompt[start : start + request.batch]
+        executor.execute(step(tables[:1], chunk, nothing))
     copies = np.stack([np.zeros_like(first), first], axis=1)[1:]
     last = np.full(request.batch, request.context - 1, dtype=np.int32)
     result = executor.execute(step(tables, last, np.ascontiguousarray(copies)))

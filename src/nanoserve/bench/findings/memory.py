@@ -284,7 +284,7 @@ def memory_paragraph(findings: MemoryFindings) -> str:
     return " ".join(
         [
             f"On this machine, {machine_name(findings.run)}, {subject(findings.run)} under a limit "
-            f"of {format_bytes(findings.limit_bytes)}: {fitting_words(findings)}.",
+            f"of {mebibytes(findings.limit_bytes)} MiB: {fitting_words(findings)}.",
             share_sentence(findings),
             inside_sentence(findings),
             goal_sentence(
@@ -377,7 +377,7 @@ def counted_words(findings: MemoryFindings) -> str:
 def memory_numbers(findings: MemoryFindings) -> dict[str, str]:
     """What prose may quote."""
     return {
-        "limit": format_bytes(findings.limit_bytes),
+        "limit": f"{mebibytes(findings.limit_bytes)} MiB",
         "largest-error": f"{max(abs(ceiling.error) for ceiling in findings.ceilings):.2%}",
         "inside": f"{sum(ceiling.is_inside for ceiling in findings.ceilings)}",
         "ceilings": f"{len(findings.ceilings)}",
