@@ -87,7 +87,8 @@ class EagerExecutor:
             torch.cuda.synchronize()
 
     def memory_stats(self) -> dict[str, int]:
-        return {"weights_bytes": self.model.nbytes, "cache_bytes": self.cache.nbytes}
+        stats = {"weights_bytes": self.model.nbytes, "cache_bytes": self.cache.nbytes}
+        return stats | (gpu_memory() if self.spec.device == "cuda" else {})
 
     def describe(self) -> dict[str, str]:
         return {
@@ -103,6 +104,14 @@ class EagerExecutor:
 
     def close(self) -> None:
         self.cache.reset()
+
+
+def gpu_memory() -> dict[str, int]:
+    """The most that tensors held at once in this process, and what the device has."""
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "device_bytes": torch.cuda.get_device_properties().total_memory,
+    }
 
 
 def logit_slices(num_rows: int) -> list[slice]:
