@@ -36,7 +36,7 @@ TEST_FILES, SCRIPTS = (
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-IMPORTED_AS = {"pillow": "PIL"}
+IMPORTED_AS = {"llama-cpp-python": "llama_cpp", "pillow": "PIL"}
 """Packages whose module is not called like them."""
 
 

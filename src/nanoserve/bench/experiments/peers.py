@@ -128,9 +128,12 @@ class Bound:
 BOUNDS: Mapping[str, Bound] = {
     "float32": Bound(error=0.01, agreement=0.98),
     "bfloat16": Bound(error=0.5, agreement=0.8),
-    "int8": Bound(error=1.5, agreement=0.7),
-    "int4": Bound(error=4.0, agreement=0.3),
+    "int8": Bound(error=1.5, agreement=0.5),
+    "int4": Bound(error=4.0, agreement=0.1),
 }
+"""Wide enough for random weights, whose likeliest tokens are all but tied; logits of another model
+are off by seven standard deviations and agree nowhere.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ from nanoserve.bench.peers.face import PART, Cell
 from nanoserve.bench.record import Record, Run
 
 OURS = "nanoserve"
-READ = "ceiling: read"
 FAMILIES = ("float32", "bfloat16", "int8", "int4")
 NOTHING = "-"
 
@@ -187,7 +186,7 @@ def floors_of(run: Run, samples: Sequence[Sample]) -> list[Floor]:
     rates = {
         s.round: s.labels["amount"] / s.seconds["run"]
         for s in samples
-        if s.group == READ and not s.dropped
+        if s.labels.get("unit") == "bytes" and not s.dropped
     }
     found = []
     for family, goal in FLOOR_GOALS.items():
@@ -261,20 +260,29 @@ def cell_text(findings: PeerFindings, entrant: Record, cell: str) -> str:
 
 
 def goals_table(findings: PeerFindings) -> Table:
-    """Each goal against a peer, and what came of it."""
+    """Each goal whose peer and cell were measured, and what came of it."""
     heads = ["precision", "against", "cell", "wanted", "measured", "interval", ""]
-    rows = []
-    for goal in GOALS:
-        timing = findings.timing(goal.peer, goal.family, goal.cell)
-        asked = [goal.family, goal.peer, goal.cell, times(goal.ratio)]
-        if timing is None:
-            rows.append([*asked, NOTHING, NOTHING, "not measured"])
-            continue
-        ratio = ratio_of(timing)
-        rows.append(
-            [*asked, times(ratio.median), interval_text(ratio), met(ratio.median, goal.ratio)]
-        )
-    return heads, rows
+    return heads, [
+        [
+            goal.family,
+            goal.peer,
+            goal.cell,
+            times(goal.ratio),
+            times(ratio.median),
+            interval_text(ratio),
+            met(ratio.median, goal.ratio),
+        ]
+        for goal, ratio in measured_goals(findings)
+    ]
+
+
+def measured_goals(findings: PeerFindings) -> list[tuple[Goal, Distribution]]:
+    """Goals with the ratio that was measured; without those that this run cannot judge."""
+    return [
+        (goal, ratio_of(timing))
+        for goal in GOALS
+        if (timing := findings.timing(goal.peer, goal.family, goal.cell)) is not None
+    ]
 
 
 def met(measured: float, wanted: float) -> str:
@@ -302,24 +310,41 @@ def floors_table(findings: PeerFindings) -> Table:
 
 
 def entrants_table(findings: PeerFindings) -> Table:
-    """Who ran, with what, how close its logits are to ours in fp32, and who did not and why."""
-    heads = ["precision", "engine", "settings", "largest logit error", "same next token", "state"]
+    """Who ran, how close its logits are to ours in fp32, and who did not run and why."""
+    heads = ["precision", "engine", "version", "largest logit error", "same next token", "state"]
+    return heads, [
+        [
+            entrant["precision"],
+            entrant["name"],
+            entrant.get("described", {}).get("version", NOTHING),
+            f"{entrant['error']:.2g} sd" if "error" in entrant else NOTHING,
+            f"{entrant['agreement']:.0%}" if "agreement" in entrant else NOTHING,
+            state(findings, entrant),
+        ]
+        for entrant in entrants_of(findings)
+    ]
+
+
+def state(findings: PeerFindings, entrant: Record) -> str:
+    """What became of it."""
+    if entrant["gap"]:
+        return str(entrant["gap"])
     failed = {(name, family): reason for name, family, reason in findings.failures}
-    rows = []
-    for entrant in entrants_of(findings):
-        described = entrant.get("described", {})
-        reason = failed.get((entrant["name"], entrant["family"]))
-        rows.append(
-            [
-                entrant["precision"],
-                entrant["name"],
-                "; ".join(f"{key} {value}" for key, value in described.items()) or NOTHING,
-                f"{entrant['error']:.2g} sd" if "error" in entrant else NOTHING,
-                f"{entrant['agreement']:.0%}" if "agreement" in entrant else NOTHING,
-                entrant["gap"] or (f"failed: {reason}" if reason else "ran"),
-            ]
-        )
-    return heads, rows
+    reason = failed.get((entrant["name"], entrant["family"]))
+    return f"failed: {reason}" if reason else "ran"
+
+
+def settings_table(findings: PeerFindings) -> Table:
+    """With what each ran: whatever differs from its own defaults, and what it chose itself."""
+    return ["precision", "engine", "settings"], [
+        [
+            entrant["precision"],
+            entrant["name"],
+            "; ".join(f"{key}: {value}" for key, value in entrant["described"].items()),
+        ]
+        for entrant in entrants_of(findings)
+        if "described" in entrant
+    ]
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -380,11 +405,7 @@ def listed(timings: Sequence[Timing]) -> str:
 
 
 def goal_sentences(findings: PeerFindings) -> list[str]:
-    measured = [
-        (goal, ratio_of(timing).median)
-        for goal in GOALS
-        if (timing := findings.timing(goal.peer, goal.family, goal.cell)) is not None
-    ]
+    measured = [(goal, ratio.median) for goal, ratio in measured_goals(findings)]
     if not measured:
         return []
     missed = [

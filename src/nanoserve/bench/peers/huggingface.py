@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from inspect import signature
 from typing import Any
 
 from nanoserve.bench.measure import Arm
@@ -43,6 +44,8 @@ class TransformersPeer(SteppingPeer):
         self.model = self._load(setup)
         self.vocab_size = int(self.model.config.vocab_size)
         self.decode = self.torch.compile(self.model) if self.is_compiled else self.model
+        named = signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"
 
     def _load(self, setup: Setup) -> Any:
         """Its GPT-2 with our weights, which go by the same names."""
@@ -93,12 +96,8 @@ class TransformersPeer(SteppingPeer):
         kept = 0 if cell.all_logits else 1
 
         def prefill() -> object:
-            return self.model(
-                input_ids=ids,
-                past_key_values=self.new_cache(),
-                use_cache=True,
-                logits_to_keep=kept,
-            ).logits
+            cache = {self.cache_name: self.new_cache()}
+            return self.model(input_ids=ids, use_cache=True, logits_to_keep=kept, **cache).logits
 
         return timed_prefill(lambda: None, prefill)
 
@@ -108,14 +107,13 @@ class TransformersSequences:
 
     def __init__(self, peer: TransformersPeer, prompts: Sequence[Tokens]) -> None:
         self._torch, self._model, self._cache = peer.torch, peer.decode, peer.new_cache()
+        self._named_cache = {peer.cache_name: self._cache}
         self._length = len(prompts[0])
         ids = self._torch.tensor([list(prompt) for prompt in prompts])
         self._logits = self._run(peer.model, ids)
 
     def _run(self, model: Any, ids: Any) -> Any:
-        return model(
-            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-        ).logits
+        return model(input_ids=ids, use_cache=True, logits_to_keep=1, **self._named_cache).logits
 
     def step(self, token_ids: Tokens) -> object:
         self._length += 1

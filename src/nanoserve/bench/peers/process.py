@@ -65,7 +65,11 @@ class Worker:
             process_group=0,
         )
         self._unread = b""
-        self._signal(signal.SIGSTOP)
+        self._stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, order: Mapping[str, Any], timeout_s: float) -> Answer:
         """The answer to `order`, within so many seconds of silence. Raises WorkerError."""
@@ -73,7 +77,7 @@ class Worker:
         try:
             answer = self._exchange(json.dumps(order).encode() + b"\n", timeout_s)
         finally:
-            self._signal(signal.SIGSTOP)
+            self._stop()
         if "error" in answer:
             raise WorkerError(one_line(str(answer["error"])))
         return answer
@@ -118,6 +122,12 @@ class Worker:
         lines = self._errors.read().decode(errors="replace").splitlines()
         said = next((line for line in reversed(lines) if line.strip()), "")
         return one_line(f"its process {end}" + (f": {said}" if said else ""))
+
+    def _stop(self) -> None:
+        """Return when it has stopped, or has ended; its exit code is left to whoever asks."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:

@@ -37,8 +37,10 @@ from nanoserve.config import ModelConfig
 HINTS: Mapping[str, Mapping[str, str]] = {
     "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
-    "int8": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8"},
+    "int8": {"KV_CACHE_PRECISION": "u8"},
 }
+"""In int8 what is not quantised is computed in whatever the plugin likes best on this processor."""
+
 CALIBRATION_TOKENS = 256
 NUM_TRIALS = 3
 
@@ -96,10 +98,13 @@ class OpenVINOPeer(SteppingPeer):
         return [float(request.get_output_tensor(1 + i).data.max()) for i in range(num_watched)]
 
     def describe(self) -> Mapping[str, str]:
+        compiled = self.graphs[self.used]
+        hint = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         return {
             "version": version("openvino"),
             **HINTS[self.precision],
-            "ways": ", ".join(self.graphs),
+            "INFERENCE_PRECISION_HINT": hint,
+            **({"the faster of": " / ".join(self.graphs)} if len(self.graphs) > 1 else {}),
         }
 
     def begin(self, prompts: Sequence[Tokens]) -> Sequences:
