@@ -32,6 +32,7 @@ from nanoserve.engine.engine import Engine
 from nanoserve.engine.metrics import RequestAccount, replay
 from nanoserve.llm import engine_config
 from nanoserve.model.weights import tensor_shapes
+from nanoserve.planner.model import kv_bytes_per_token
 from nanoserve.request import RequestDelta, RequestOutput, SamplingParams
 from nanoserve.tokenizer.vocabulary import BYTE_ALPHABET
 
@@ -126,8 +127,7 @@ def tiny_engine(
 
 def pool_bytes(num_tokens: int, kv_dtype: str = "float32") -> int:
     """Memory that holds K and V of `num_tokens` tokens of the tiny model."""
-    width = 4 if kv_dtype == "float32" else 2
-    return num_tokens * 2 * SIZES["n_layer"] * SIZES["n_embd"] * width
+    return num_tokens * kv_bytes_per_token(tiny_model().config, kv_dtype)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

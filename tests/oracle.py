@@ -41,7 +41,13 @@ def activate(name: str, x: Float64) -> Float64:
 
 
 def stored(x: Float64, dtype: str | None) -> Float64:
-    """`x` as a cache of this dtype gives it back, rounded to nearest even; None keeps it whole."""
+    """`x` as a cache of this dtype gives it back, rounded to nearest even; None keeps it whole.
+
+    int8: each row [D] has a scale of its own, itself rounded to float16 before it is used.
+    """
+    if dtype == "int8":
+        scales = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float16).astype(np.float64)
+        return np.clip(np.round(x / np.where(scales > 0, scales, 1)), -127, 127) * scales
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float64)
     if dtype == "bfloat16":  # the upper half of a float32
@@ -54,7 +60,8 @@ def stored(x: Float64, dtype: str | None) -> Float64:
 def attend(config: ModelConfig, layer: int, qkv: Float64, kv_dtype: str | None = None) -> Float64:
     num_tokens = len(qkv)
     q, k, v = np.split(qkv, 3, axis=-1)
-    k, v = stored(k, kv_dtype), stored(v, kv_dtype)
+    heads = (num_tokens, config.n_head, config.head_size)
+    k, v = (stored(x.reshape(heads), kv_dtype).reshape(x.shape) for x in (k, v))
     mixed = np.empty_like(q)
     for head in range(config.n_head):
         part = slice(head * config.head_size, (head + 1) * config.head_size)
