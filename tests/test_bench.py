@@ -907,6 +907,7 @@ def test_without_torch_numpy_is_the_yardstick(
 ) -> None:
     """The same ceilings, from fewer loads: a read kernel that runs twice, and a product in fp32."""
     monkeypatch.setattr(probes, "find_spec", lambda _name: None)
+    monkeypatch.setattr(ceilings, "make_native_probes", lambda _threads: None)
     yardsticks = ceilings.make_yardsticks("cpu", 1, num_bytes=2**20, shapes=((8, 16, 8),))
     assert [list(group.arms) for group in yardsticks.groups] == [
         ["numpy.max", "numpy.max again"],
@@ -921,6 +922,19 @@ def test_without_torch_numpy_is_the_yardstick(
         ceilings.make_yardsticks("cpu", 1, also_dtype="bfloat16", num_bytes=2**20)
     with pytest.raises(ValueError, match="--device cuda needs PyTorch"):
         ceilings.make_yardsticks("cuda", 1)
+
+
+@pytest.mark.skipif(not library.available(), reason="needs the native core")
+def test_the_native_core_is_a_yardstick_in_every_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without PyTorch too: then only it knows a rate of bf16 and of quantised weights."""
+    monkeypatch.setattr(probes, "find_spec", lambda _name: None)
+    yardsticks = ceilings.make_yardsticks(
+        "cpu", 1, also_dtype="bfloat16", num_bytes=2**20, shapes=((8, 64, 32),)
+    )
+    samples = ceilings.measure_quickly(yardsticks, Screen(quiet=True))
+    reads = {rate.arm for rate in findings.rates(samples) if rate.unit == "bytes"}
+    assert reads >= {"native read", "native read, fetched ahead", "numpy.max"}
+    assert set(findings.ceilings_of(samples).matmul_flops_per_s) == set(library.WEIGHTS)
 
 
 EXECUTORS = [

@@ -54,18 +54,18 @@ struct Product {
         std::memcpy(rows.get() + m * row_bytes, &x[static_cast<size_t>(m) * K], row_bytes);
   }
 
-  // [num_rows][2 * kPanel] by tiles of `tile_rows` rows and `num_panels` panels.
-  std::vector<float> multiply(int tile_rows, int num_panels) const {
+  // [num_rows][2 * kPanel] by tiles of `tile_rows` rows.
+  std::vector<float> multiply(int tile_rows) const {
     std::vector<float> y(static_cast<size_t>(num_rows) * 2 * kPanel);
-    std::vector<float> out(static_cast<size_t>(2) * tile_rows * kPanel);
-    for (int p = 0; p < 2; p += num_panels)
+    std::vector<float> out(static_cast<size_t>(tile_rows) * kPanel);
+    for (int p = 0; p < 2; ++p)
       for (int m = 0; m < num_rows; m += tile_rows) {
         int count = std::min(tile_rows, num_rows - m);
         const uint8_t* panel = panels.get() + p * panel_bytes;
-        format.multiply({panel, num_panels, K, rows.get() + m * row_bytes, row_bytes, count,
+        format.multiply({panel, K, rows.get() + m * row_bytes, row_bytes, count,
                          p == 0 ? panel : nullptr, out.data()});
-        for (int i = 0; i < num_panels * count; ++i)
-          std::memcpy(&y[(static_cast<size_t>(m) + i % count) * 2 * kPanel + (p + i / count) * kPanel],
+        for (int i = 0; i < count; ++i)
+          std::memcpy(&y[(static_cast<size_t>(m) + i) * 2 * kPanel + p * kPanel],
                       &out[static_cast<size_t>(i) * kPanel], sizeof(float) * kPanel);
       }
     return y;
@@ -87,7 +87,7 @@ struct Product {
 
 void check_product(const Format& format, int K) {
   Product product(format, K, 7);
-  std::vector<float> y = product.multiply(format.tile_rows, 1);
+  std::vector<float> y = product.multiply(format.tile_rows);
   for (int n = 0; n < 2 * kPanel; n += 5) {
     std::vector<float> w = product.unpacked(n);
     for (int m = 0; m < product.num_rows; ++m) {
@@ -104,11 +104,9 @@ void check_product(const Format& format, int K) {
 
 void check_tiles(const Format& format, int K) {
   Product product(format, K, 7);
-  std::vector<float> y = product.multiply(1, 1);
+  std::vector<float> y = product.multiply(1);
   for (int rows = 1; rows <= format.tile_rows; ++rows)
-    for (int panels = 1; panels <= (rows <= format.wide_rows ? 2 : 1); ++panels)
-      CHECK(same_bits(y, product.multiply(rows, panels)), "%s K %d: tiles of %d rows, %d panels",
-            format.name, K, rows, panels);
+    CHECK(same_bits(y, product.multiply(rows)), "%s K %d: tiles of %d rows", format.name, K, rows);
 }
 
 // The error of packing: at most half a step a weight, and about what its bits allow on the whole.
@@ -142,7 +140,7 @@ void check_zeros(const Format& format) {
   std::fill(product.columns[0].begin(), product.columns[0].end(), 0.0f);
   std::fill(product.x.begin(), product.x.begin() + 64, 0.0f);
   product.prepare();
-  std::vector<float> y = product.multiply(2, 1);
+  std::vector<float> y = product.multiply(2);
   for (int n = 0; n < kPanel; ++n)
     CHECK(y[n] == 0.0f && y[2 * kPanel + n] == 0.0f && y[kPanel + n] == 0.0f, "%s zeros, column %d",
           format.name, n);
@@ -152,7 +150,7 @@ void check_nan(const Format& format) {
   Product product(format, 70, 2);
   product.x[69] = INFINITY;
   product.prepare();
-  std::vector<float> y = product.multiply(2, 1);
+  std::vector<float> y = product.multiply(2);
   for (int n = 0; n < 2 * kPanel; ++n)
     CHECK(!std::isfinite(y[n]) && std::isfinite(y[2 * kPanel + n]), "%s infinity, column %d",
           format.name, n);
@@ -171,7 +169,7 @@ int main() {
     check_packing(*format, 768, format == &kInt4Format ? 0.09 : 0.008);
     check_zeros(*format);
     check_nan(*format);
-    digest.add(Product(*format, 300, 7).multiply(2, 1));
+    digest.add(Product(*format, 300, 7).multiply(2));
   }
   check_rows();
   std::printf("quantised digest %016llx\n", digest.value());

@@ -3,17 +3,22 @@
 Each probe prepares its buffers once and gives back a function that does the same work at every
 call, so whoever times it allocates nothing. PyTorch is imported inside, because benchmarks that
 run elsewhere, or only list what there is, must load without it; where it is not installed numpy's
-own loads (its BLAS for matrices) stand in.
+own loads (its BLAS for matrices) stand in. `NativeProbes` are the native core's, beside either: a
+ceiling is the fastest of all there are.
 """
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nanoserve.kernels.cpu import library
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +28,11 @@ Load = Callable[[], object]
 MATRIX_ROWS = 4096
 TINY_OPERATIONS = 1000
 """Calls of the smallest operation in one run of the dispatch probe."""
+
+READ_LINE_BYTES = 256
+"""What a native read takes at once: it reads whole ones of these."""
+
+logger = logging.getLogger(__name__)
 
 
 class Probes(Protocol):
@@ -58,7 +68,7 @@ def make_probes(device: str, threads: int | None = None) -> Probes:
 class NumpyProbes:
     """Of a CPU. How many threads a product takes is its BLAS's affair (OPENBLAS_NUM_THREADS).
 
-    Memory is read by whoever measures, with numpy's maximum in threads.
+    Memory is read by whoever measures, with numpy's maximum in threads and by `NativeProbes`.
     """
 
     name = "numpy"
@@ -94,6 +104,54 @@ class NumpyProbes:
                 np.add(element, 1.0, out=element)
 
         return run
+
+
+def make_native_probes(num_threads: int) -> NativeProbes | None:
+    """The native core's probes on the CPU; None, and a line in the log, where it cannot run."""
+    try:
+        core = library.load()
+    except library.UnavailableError as error:
+        logger.info("no native probes: %s", error)
+        return None
+    return NativeProbes(core, num_threads)
+
+
+class NativeProbes:
+    """Of a CPU: the threads and products of the native executor, on made-up numbers.
+
+    `dtypes` are weight formats, quantised ones included. The portable instruction set has none: it
+    is there to prove bits, and one product would take minutes.
+    """
+
+    name = "native core"
+    product = "native"
+
+    def __init__(self, core: library.Library, num_threads: int) -> None:
+        self._core = core
+        self._num_threads = num_threads
+        self.dtypes = () if core.isa == "portable" else tuple(library.WEIGHTS)
+
+    def _open(self) -> int:
+        """A probe that is closed when this object is gone."""
+        probe = self._core.open_probe(self._num_threads)
+        weakref.finalize(self, self._core.call.ns_close_probe, probe)
+        return probe
+
+    def read(self, values: NDArray[np.float32]) -> Mapping[str, Load]:
+        """Kernels that read all of `values` (a multiple of 256 bytes) once."""
+        probe, read = self._open(), self._core.call.ns_probe_read
+        num_lines = values.nbytes // READ_LINE_BYTES
+
+        def load(fetches: int) -> Load:
+            return lambda: read(probe, values.ctypes.data, num_lines, fetches)
+
+        return {"native read": load(0), "native read, fetched ahead": load(1)}
+
+    def matmul(self, m: int, k: int, n: int, dtype: str) -> Load:
+        """[m, k] @ [k, n] with weights in `dtype`: 2 m k n operations. Raises MemoryError."""
+        probe, core = self._open(), self._core
+        core.check(core.call.ns_put_product, probe, library.WEIGHTS[dtype], m, k, n)
+        return lambda: core.check(core.call.ns_probe_product, probe)
 
 
 class TorchProbes:

@@ -1,10 +1,11 @@
 """What can this machine do? The yardsticks that every other number is held against.
 
 Read bandwidth is the fastest of several read kernels, all threads, over a buffer of at least eight
-times the last-level cache on huge pages; the matmul rate the fastest of several shapes; dispatch
-the cost of an operation with nothing to do. One read kernel runs twice in every round (A/A): the
-half-width of that ratio's interval is the smallest effect this machine lets anyone claim. The
-results are kept in the user's cache folder, where `generate --stats` and `plan` read them.
+times the last-level cache on huge pages; the matmul rate of a dtype or weight format the fastest
+of several shapes and libraries; dispatch the cost of an operation with nothing to do. One read
+kernel runs twice in every round (A/A): the half-width of that ratio's interval is the smallest
+effect this machine lets anyone claim. The results are kept in the user's cache folder, where
+`generate --stats` and `plan` read them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from nanoserve.bench.measure import (
 from nanoserve.bench.record import Run
 from nanoserve.bench.session import Options, Screen
 from nanoserve.engine.build import resolve_device
-from nanoserve.kernels.probes import TINY_OPERATIONS, Load, Probes, make_probes
+from nanoserve.kernels.probes import (
+    TINY_OPERATIONS,
+    Load,
+    NativeProbes,
+    Probes,
+    make_native_probes,
+    make_probes,
+)
 
 QUESTION = "what can this machine do?"
 
@@ -91,12 +99,24 @@ def timed(load: Load) -> Arm:
     return arm
 
 
+def matmul_group(probes: Probes | NativeProbes, dtype: str, shape: tuple[int, int, int]) -> Group:
+    """One product, whose rate is a candidate for the ceiling of `dtype`."""
+    m, k, n = shape
+    which = f"{probes.product} " if isinstance(probes, NativeProbes) else ""
+    return Group(
+        name=f"matmul {which}{dtype} {m}x{k}x{n}",
+        arms={probes.product: timed(probes.matmul(m, k, n, dtype))},
+        labels={"unit": "flops", "amount": 2 * m * k * n, "dtype": dtype},
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yardsticks:
     """The probes of one device as groups to measure."""
 
     device: str
     probes: Probes
+    kernels: str
     aa: AAArms
     groups: list[Group]
     buffer_bytes: int
@@ -133,13 +153,18 @@ def make_yardsticks(
 ) -> Yardsticks:
     """Allocate and touch what the probes of `device` need; `num_bytes` None: `buffer_bytes`.
 
-    Matmuls run in the device's usual dtypes, and in `also_dtype`.
+    Matmuls run in the device's usual dtypes, and in `also_dtype`; those of the native core in every
+    weight format it has, in the first shape alone.
     """
     probes = make_probes(device, threads)
+    num_threads = threads or machine.num_usable_cores()
+    native = make_native_probes(num_threads) if device == "cpu" else None
     values = huge_page_buffer(buffer_bytes(device) if num_bytes is None else num_bytes)
     loads = dict(probes.read(values))
     if device == "cpu":
-        loads["numpy.max"] = threaded_max(values, threads or machine.num_usable_cores())
+        loads["numpy.max"] = threaded_max(values, num_threads)
+    if native is not None:
+        loads.update(native.read(values))
     arm = next(iter(loads))
     aa = AAArms(arm=arm, same_arm=f"{arm} again", part="run")
     loads[aa.same_arm] = loads[arm]
@@ -155,17 +180,22 @@ def make_yardsticks(
             labels={"unit": "operations", "amount": TINY_OPERATIONS},
         ),
     ]
+    native_dtypes = () if native is None else native.dtypes
+    wanted = also_dtype if also_dtype not in native_dtypes else None
     groups += [
-        Group(
-            name=f"matmul {dtype} {m}x{k}x{n}",
-            arms={probes.product: timed(probes.matmul(m, k, n, dtype))},
-            labels={"unit": "flops", "amount": 2 * m * k * n, "dtype": dtype},
-        )
-        for dtype in dict.fromkeys((*probes.dtypes, also_dtype or "float32"))
-        for m, k, n in shapes
+        matmul_group(probes, dtype, shape)
+        for dtype in dict.fromkeys((*probes.dtypes, wanted or "float32"))
+        for shape in shapes
     ]
+    if native is not None:
+        groups += [matmul_group(native, dtype, shapes[0]) for dtype in native_dtypes]
     return Yardsticks(
-        device=device, probes=probes, aa=aa, groups=groups, buffer_bytes=values.nbytes
+        device=device,
+        probes=probes,
+        kernels=", ".join((probes.name, "numpy", *([native.name] if native else []))),
+        aa=aa,
+        groups=groups,
+        buffer_bytes=values.nbytes,
     )
 
 
@@ -196,7 +226,7 @@ def measure(options: Options, screen: Screen) -> Run:
         synchronize=yardsticks.probes.synchronize,
         identity={
             "executor": "none",
-            "kernels": f"{yardsticks.probes.name}, numpy",
+            "kernels": yardsticks.kernels,
             "device": device,
         },
         setup={"threads": options.threads, "buffer_bytes": yardsticks.buffer_bytes},

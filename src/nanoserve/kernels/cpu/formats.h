@@ -2,8 +2,8 @@
 //
 // A matrix [K][N] is a sequence of panels of 32 columns. A panel is one run of bytes that holds all
 // its format needs (values, and scales if it has any), so that a product streams memory once, in
-// order. A product never sees more than one panel (or two neighbours) and a few rows at a time; how
-// many must not change a bit of any sum. Each format is one constant of type `Format`:
+// order. A product never sees more than one panel and a few rows at a time; how many must not change
+// a bit of any sum. Each format is one constant of type `Format`:
 //
 //   kFloat32Format, kBfloat16Format   gemm_float.h
 //   kInt8Format, kInt8OnlyFormat      gemm_int8.h
@@ -16,19 +16,19 @@
 namespace ns {
 
 constexpr int kPanel = 32;        // columns of a panel
+constexpr int kPanelVectors = 2;  // ... and the vectors of sixteen lanes that they fill
 constexpr int kBlockK = 256;      // inputs summed before a partial sum is added to the total
-constexpr int kMaxTileRows = 16;  // no format takes more rows at once
+constexpr int kMaxTileRows = 96;  // no format takes more rows at once
 
-// Some rows times one panel, or two that lie one after the other.
+// Some rows times one panel.
 struct Tile {
   const uint8_t* panel;  // 64-byte aligned
-  int num_panels;        // 1; or 2, if num_rows <= the format's wide_rows
   int K;
   const uint8_t* rows;  // prepared rows; row m at rows + m * row_stride
   size_t row_stride;    // bytes
   int num_rows;         // 1 .. tile_rows
   const uint8_t* next;  // what to prefetch, 64 bytes a step: half of a panel to come; may be null
-  float* out;  // [num_panels][num_rows][kPanel], every value written, without bias
+  float* out;  // [num_rows][kPanel], every value written, without bias
 };
 
 struct Format {
@@ -47,7 +47,6 @@ struct Format {
   void (*prepare)(const float* x, int K, uint8_t* row);
 
   int tile_rows;  // most rows of one tile, <= kMaxTileRows
-  int wide_rows;  // up to so many rows, a tile may have two panels
   void (*multiply)(const Tile& tile);
 };
 

@@ -51,16 +51,14 @@ size_t float_panel_bytes(int K) {
   return static_cast<size_t>(num_steps<Kind>(K)) * kStepBytes;
 }
 
-// kRows rows times kVectors neighbouring vectors of columns, the first being `first_vector`.
+// kRows rows times kVectors vectors of the panel's columns, the first being `first_vector`.
 template <class Kind, int kRows, int kVectors>
 inline void multiply_vectors(const Tile& tile, int first_vector) {
   constexpr int kBlock = kBlockK / Kind::kInputs;
   const int steps = num_steps<Kind>(tile.K);
-  const size_t panel_bytes = static_cast<size_t>(steps) * kStepBytes;
-  const uint8_t* weights = tile.panel + (first_vector / 2) * panel_bytes +
-                           (first_vector % 2) * static_cast<size_t>(kHalfBytes);
+  const uint8_t* weights = tile.panel + first_vector * kHalfBytes;
   const size_t row_stride = tile.row_stride;
-  // Few rows wait for memory anyway, and the hardware's own prefetch serves a sequential stream
+  // Few rows wait for memory anyway, and the hardware's own prefetch serves one sequential stream
   // best. More rows keep the core so busy that it lags: then the stream is fetched well ahead.
   constexpr bool kFetches = kRows >= 6;
   const uint8_t* fetched = tile.next ? tile.next : weights + kFetchAhead;
@@ -77,7 +75,7 @@ inline void multiply_vectors(const Tile& tile, int first_vector) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v)
         w[v] = Kind::load_weights(weights + static_cast<size_t>(step) * kStepBytes +
-                                  (v / 2) * panel_bytes + (v % 2) * kHalfBytes);
+                                  v * kHalfBytes);
       if (kFetches) {
         prefetch_l2(fetched);
         prefetch_l2(fetched + fetch_step / 2);  // without `next` the step's second line
@@ -95,8 +93,7 @@ inline void multiply_vectors(const Tile& tile, int first_vector) {
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        const int vector = first_vector + v;
-        float* out = tile.out + ((vector / 2) * kRows + m) * kPanel + (vector % 2) * kLanes;
+        float* out = tile.out + m * kPanel + (first_vector + v) * kLanes;
         store(out, block == 0 ? sum[m][v] : load(out) + sum[m][v]);
       }
   }
@@ -106,26 +103,18 @@ inline void multiply_vectors(const Tile& tile, int first_vector) {
 #if defined(__AVX512F__)
 constexpr int kFloatTileRows = 12;
 template <int kRows>
-constexpr int kVectorsAtOnce = 2;
-template <>
-inline constexpr int kVectorsAtOnce<1> = 4;
-constexpr int kFloatWideRows = 1;
+constexpr int kVectorsAtOnce = kPanelVectors;
 #else
 constexpr int kFloatTileRows = 6;
 template <int kRows>
-constexpr int kVectorsAtOnce = kRows <= 2 ? 2 : 1;
-constexpr int kFloatWideRows = 0;
+constexpr int kVectorsAtOnce = kRows <= 2 ? kPanelVectors : 1;
 #endif
 
 template <class Kind, int kRows>
 void multiply_rows(const Tile& tile) {
-  const int num_vectors = 2 * tile.num_panels;
-  constexpr int kStride = kVectorsAtOnce<kRows>;
-  int vector = 0;
-  for (; vector + kStride <= num_vectors; vector += kStride)
-    multiply_vectors<Kind, kRows, kStride>(tile, vector);
-  for (; vector < num_vectors; vector += 2)  // an odd panel where two were possible
-    multiply_vectors<Kind, kRows, 2>(tile, vector);
+  constexpr int kVectors = kVectorsAtOnce<kRows>;
+  for (int vector = 0; vector < kPanelVectors; vector += kVectors)
+    multiply_vectors<Kind, kRows, kVectors>(tile, vector);
 }
 
 template <class Kind, int... kIndex>
@@ -175,13 +164,12 @@ inline void prepare_bfloat16(const float* x, int K, uint8_t* row) {
 }
 
 inline constexpr Format kFloat32Format = {
-    "float32",        float_panel_bytes<Float32Kind>, pack_float32,   unpack_float32,
-    no_row_bytes,     nullptr,                        kFloatTileRows, kFloatWideRows,
-    multiply_floats<Float32Kind>};
+    "float32",    float_panel_bytes<Float32Kind>, pack_float32,   unpack_float32,
+    no_row_bytes, nullptr,                        kFloatTileRows, multiply_floats<Float32Kind>};
 
 inline constexpr Format kBfloat16Format = {
     "bfloat16",         float_panel_bytes<Bfloat16Kind>, pack_bfloat16,  unpack_bfloat16,
-    bfloat16_row_bytes, prepare_bfloat16,                kFloatTileRows, kFloatWideRows,
+    bfloat16_row_bytes, prepare_bfloat16,                kFloatTileRows,
     multiply_floats<Bfloat16Kind>};
 
 }  // namespace ns

@@ -100,10 +100,10 @@ inline void unpack_int4(const uint8_t* panel, int K, int column, float* out) {
 }
 
 struct Int4Kernel {
-  template <int kRows, int kVectors>
-  static void multiply(const Tile& tile, int first_vector) {
-    const size_t panel_bytes = int4_panel_bytes(tile.K);
-    const uint8_t* group = tile.panel + (first_vector / 2) * panel_bytes;
+  template <int kRows>
+  static void multiply(const Tile& tile) {
+    constexpr int kVectors = kPanelVectors;
+    const uint8_t* group = tile.panel;
     const uint8_t* fetched = tile.next ? tile.next : tile.panel;
     const size_t fetch_step = tile.next ? 64 : 0;
     const I32 low_halves = splat_i32(0x0f0f0f0f);
@@ -114,15 +114,14 @@ struct Int4Kernel {
       I32 sum[kRows][kVectors];
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           sum[m][v] = splat_i32(group_at(tile.rows + m * tile.row_stride, g)->bias);
       for (int quad = 0; quad < kGroupQuads / 2; ++quad) {
         Bytes low[kVectors], high[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          const I32 both = bits(load_bytes(group + quad * kQuadBytes + (v / 2) * panel_bytes +
-                                           ((first_vector + v) % 2) * kHalfQuad));
+          const I32 both = bits(load_bytes(group + quad * kQuadBytes + v * kHalfQuad));
           low[v] = bytes_from_bits(both & low_halves);
           high[v] = bytes_from_bits(shift_right<4>(both) & low_halves);
         }
@@ -134,29 +133,27 @@ struct Int4Kernel {
         for (int m = 0; m < kRows; ++m) {
           const int8_t* x = group_at(tile.rows + m * tile.row_stride, g)->values + 4 * quad;
           const Bytes x_low = splat_bytes(x), x_high = splat_bytes(x + 16);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
           for (int v = 0; v < kVectors; ++v)
             sum[m][v] = dot(dot(sum[m][v], low[v], x_low), high[v], x_high);
         }
       }
+      const uint16_t* stored = reinterpret_cast<const uint16_t*>(group + kInt4ValuesBytes);
       F32 scales[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v)
-        scales[v] = load_f16(reinterpret_cast<const uint16_t*>(
-                                 group + (v / 2) * panel_bytes + kInt4ValuesBytes) +
-                             ((first_vector + v) % 2) * kLanes);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) scales[v] = load_f16(stored + v * kLanes);
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
         const F32 scale = splat(group_at(tile.rows + m * tile.row_stride, g)->scale);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           total[m][v] = fma(to_float(sum[m][v]), scales[v] * scale, total[m][v]);
       }
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) store(sums_at<kRows>(tile, m, first_vector + v), total[m][v]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) store(sums_at(tile, m, v), total[m][v]);
   }
 };
 
@@ -167,7 +164,6 @@ inline constexpr Format kInt4Format = {"int4",
                                        quantised_row_bytes,
                                        prepare_quantised<kInt4ZeroPoint>,
                                        kQuantisedTileRows,
-                                       kQuantisedWideRows,
                                        multiply_quantised<Int4Kernel>};
 
 }  // namespace ns

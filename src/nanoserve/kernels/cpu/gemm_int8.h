@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "formats.h"
+#include "gemm_float.h"
 #include "quantise.h"
 #include "simd.h"
 
@@ -24,30 +25,19 @@ namespace ns {
 constexpr int kQuadBytes = 4 * kPanel;   // of a panel: four inputs of 32 columns
 constexpr int kHalfQuad = 4 * kLanes;    // ... of 16 columns
 constexpr int kInt8ZeroPoint = 128;
+constexpr int kPageBytes = 4096;
 
 #if defined(__AVX512F__)
 constexpr int kQuantisedTileRows = 6;  // integer sums and totals: two registers a row and vector
-constexpr int kQuantisedWideRows = 3;
 #else
 constexpr int kQuantisedTileRows = 4;
-constexpr int kQuantisedWideRows = 0;
 #endif
 
-// A kernel is a type with `multiply<kRows, kVectors>(tile, first vector)`; this chooses for a tile.
-template <class Kernel, int kRows>
-void multiply_quantised_rows(const Tile& tile) {
-  constexpr int kVectors = kRows <= kQuantisedWideRows ? 4 : 2;
-  int vector = 0;
-  for (; vector + kVectors <= 2 * tile.num_panels; vector += kVectors)
-    Kernel::template multiply<kRows, kVectors>(tile, vector);
-  for (; vector < 2 * tile.num_panels; vector += 2)
-    Kernel::template multiply<kRows, 2>(tile, vector);
-}
-
+// A kernel is a type with `multiply<kRows>(tile)`; this chooses for a tile.
 template <class Kernel, int... kIndex>
 constexpr auto quantised_table(std::integer_sequence<int, kIndex...>) {
   return std::array<void (*)(const Tile&), sizeof...(kIndex)>{
-      multiply_quantised_rows<Kernel, kIndex + 1>...};
+      Kernel::template multiply<kIndex + 1>...};
 }
 
 template <class Kernel>
@@ -58,9 +48,8 @@ void multiply_quantised(const Tile& tile) {
 }
 
 // Where the sums of row m and vector v of a tile go.
-template <int kRows>
-inline float* sums_at(const Tile& tile, int m, int vector) {
-  return tile.out + ((vector / 2) * kRows + m) * kPanel + (vector % 2) * kLanes;
+inline float* sums_at(const Tile& tile, int m, int v) {
+  return tile.out + m * kPanel + v * kLanes;
 }
 
 inline size_t int8_values_bytes(int K) {
@@ -99,62 +88,59 @@ inline void unpack_int8(const uint8_t* panel, int K, int column, float* out) {
 }
 
 struct Int8Kernel {
-  template <int kRows, int kVectors>
-  static void multiply(const Tile& tile, int first_vector) {
-    const size_t panel_bytes = int8_panel_bytes(tile.K);
-    const uint8_t* panel =
-        tile.panel + (first_vector / 2) * panel_bytes + (first_vector % 2) * kHalfQuad;
+  template <int kRows>
+  static void multiply(const Tile& tile) {
+    constexpr int kVectors = kPanelVectors;
+    const uint8_t* weights = tile.panel;
     const uint8_t* fetched = tile.next ? tile.next : tile.panel;
     const size_t fetch_step = tile.next ? 64 : 0;
     F32 total[kRows][kVectors];
     for (auto& row : total)
       for (F32& lanes : row) lanes = zero();
-    const uint8_t* weights = panel;
     for (int g = 0; g < num_groups(tile.K); ++g) {
       I32 sum[kRows][kVectors];
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           sum[m][v] = splat_i32(group_at(tile.rows + m * tile.row_stride, g)->bias);
       for (int quad = 0; quad < kGroupQuads; ++quad, weights += kQuadBytes) {
         Bytes w[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v)
-          w[v] = load_bytes(weights + (v / 2) * panel_bytes + (v % 2) * kHalfQuad);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) w[v] = load_bytes(weights + v * kHalfQuad);
         if (kRows >= 4) {
           prefetch_l2(fetched);
           fetched += fetch_step;
+        } else {  // the hardware's prefetch stops at the end of a page of 4 KiB
+          prefetch_l2(weights + kPageBytes);
+          prefetch_l2(weights + kPageBytes + kHalfQuad);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < kRows; ++m) {
           Bytes x = splat_bytes(group_at(tile.rows + m * tile.row_stride, g)->values + 4 * quad);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
           for (int v = 0; v < kVectors; ++v) sum[m][v] = dot(sum[m][v], w[v], x);
         }
       }
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
         F32 scale = splat(group_at(tile.rows + m * tile.row_stride, g)->scale);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           total[m][v] = fma(to_float(sum[m][v]), scale, total[m][v]);
       }
     }
-    store_scaled<kRows, kVectors>(tile, first_vector, total);
+    store_scaled<kRows>(tile, total);
   }
 
-  template <int kRows, int kVectors>
-  static void store_scaled(const Tile& tile, int first_vector, F32 (&total)[kRows][kVectors]) {
-    const size_t panel_bytes = int8_panel_bytes(tile.K);
-    const uint8_t* scales = tile.panel + int8_values_bytes(tile.K);
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const int vector = first_vector + v;
-      F32 scale = load(reinterpret_cast<const float*>(scales + (vector / 2) * panel_bytes) +
-                       (vector % 2) * kLanes);
+  template <int kRows>
+  static void store_scaled(const Tile& tile, F32 (&total)[kRows][kPanelVectors]) {
+    const float* scales = reinterpret_cast<const float*>(tile.panel + int8_values_bytes(tile.K));
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const F32 scale = load(scales + v * kLanes);
 #pragma GCC unroll 16
-      for (int m = 0; m < kRows; ++m) store(sums_at<kRows>(tile, m, vector), total[m][v] * scale);
+      for (int m = 0; m < kRows; ++m) store(sums_at(tile, m, v), total[m][v] * scale);
     }
   }
 };
@@ -165,12 +151,12 @@ inline F32 signed_byte(I32 four) {
   return to_float(shift_right_signed<24>(shift_left<24 - 8 * kByte>(four)));
 }
 
+// Few rows wait for memory: each weight becomes a float where it is used.
 struct Int8OnlyKernel {
-  template <int kRows, int kVectors>
-  static void multiply(const Tile& tile, int first_vector) {
-    const size_t panel_bytes = int8_panel_bytes(tile.K);
-    const uint8_t* weights =
-        tile.panel + (first_vector / 2) * panel_bytes + (first_vector % 2) * kHalfQuad;
+  template <int kRows>
+  static void multiply(const Tile& tile) {
+    constexpr int kVectors = kPanelVectors;
+    const uint8_t* weights = tile.panel;
     F32 total[kRows][kVectors];
     for (auto& row : total)
       for (F32& lanes : row) lanes = zero();
@@ -178,14 +164,14 @@ struct Int8OnlyKernel {
       F32 sum[kRows][kVectors];
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) sum[m][v] = zero();
       const int end = std::min(tile.K, block + kBlockK);
       for (int k = block; k < end; k += 4, weights += kQuadBytes) {
         I32 four[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)  // flipping bit 7 subtracts 128 from a byte
-          four[v] = bits(load_bytes(weights + (v / 2) * panel_bytes + (v % 2) * kHalfQuad)) ^
+          four[v] = bits(load_bytes(weights + v * kHalfQuad)) ^
                     splat_i32(static_cast<int32_t>(0x80808080u));
         add_input<0>(tile, k, four, sum);
         if (k + 1 < end) add_input<1>(tile, k + 1, four, sum);
@@ -194,26 +180,118 @@ struct Int8OnlyKernel {
       }
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) total[m][v] = total[m][v] + sum[m][v];
     }
-    Int8Kernel::store_scaled<kRows, kVectors>(tile, first_vector, total);
+    Int8Kernel::store_scaled<kRows>(tile, total);
   }
 
-  template <int kByte, int kRows, int kVectors>
-  static void add_input(const Tile& tile, int k, const I32 (&four)[kVectors],
-                        F32 (&sum)[kRows][kVectors]) {
-    F32 w[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) w[v] = signed_byte<kByte>(four[v]);
+  template <int kByte, int kRows>
+  static void add_input(const Tile& tile, int k, const I32 (&four)[kPanelVectors],
+                        F32 (&sum)[kRows][kPanelVectors]) {
+    F32 w[kPanelVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) w[v] = signed_byte<kByte>(four[v]);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       F32 x = splat(reinterpret_cast<const float*>(tile.rows + m * tile.row_stride)[k]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[m][v] = fma(x, w[v], sum[m][v]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) sum[m][v] = fma(x, w[v], sum[m][v]);
     }
   }
 };
+
+// Weights [first, first + count) of a panel's inputs as floats: [count][kPanel].
+inline void widen_block(const uint8_t* panel, int first, int count, float* out) {
+  for (int k = 0; k < count; k += 4)
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const uint8_t* quad = panel + int8_index(first + k, v * kLanes);
+      const I32 four = bits(load_bytes(quad)) ^ splat_i32(static_cast<int32_t>(0x80808080u));
+      float* at = out + k * kPanel + v * kLanes;
+      store(at, signed_byte<0>(four));
+      store(at + kPanel, signed_byte<1>(four));
+      store(at + 2 * kPanel, signed_byte<2>(four));
+      store(at + 3 * kPanel, signed_byte<3>(four));
+    }
+}
+
+// Some rows times a block of floats [count][kPanel], added to `out`, or put there by the first block.
+struct WidenedBlock {
+  const float* weights;
+  int count;
+  const uint8_t* inputs;  // row m's at inputs + m * row_stride
+  size_t row_stride;
+  float* out;
+  bool is_first;
+};
+
+struct WidenedKernel {
+  template <int kRows>
+  static void multiply(const WidenedBlock& block) {
+    constexpr int kVectors = kVectorsAtOnce<kRows>;
+    for (int first = 0; first < kPanelVectors; first += kVectors) {
+      F32 sum[kRows][kVectors];
+#pragma GCC unroll 16
+      for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sum[m][v] = zero();
+      for (int k = 0; k < block.count; ++k) {
+        F32 w[kVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v)
+          w[v] = load(block.weights + k * kPanel + (first + v) * kLanes);
+#pragma GCC unroll 16
+        for (int m = 0; m < kRows; ++m) {
+          const F32 x =
+              splat(reinterpret_cast<const float*>(block.inputs + m * block.row_stride)[k]);
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) sum[m][v] = fma(x, w[v], sum[m][v]);
+        }
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < kRows; ++m)
+        for (int v = 0; v < kVectors; ++v) {
+          float* total = block.out + m * kPanel + (first + v) * kLanes;
+          store(total, (block.is_first ? zero() : load(total)) + sum[m][v]);
+        }
+    }
+  }
+};
+
+template <int... kIndex>
+constexpr auto widened_table(std::integer_sequence<int, kIndex...>) {
+  return std::array<void (*)(const WidenedBlock&), sizeof...(kIndex)>{
+      WidenedKernel::multiply<kIndex + 1>...};
+}
+
+// Many rows: a block becomes floats once, for all of them. The sums and their order are the same.
+inline void multiply_widened(const Tile& tile) {
+  static constexpr auto kTable =
+      widened_table(std::make_integer_sequence<int, kFloatTileRows>{});
+  alignas(64) float weights[kBlockK * kPanel];
+  const int num_parts = (tile.num_rows + kFloatTileRows - 1) / kFloatTileRows;
+  for (int first = 0; first < tile.K; first += kBlockK) {
+    const int count = std::min(kBlockK, tile.K - first);
+    widen_block(tile.panel, first, count, weights);
+    for (int part = 0; part < num_parts; ++part) {
+      const int row = tile.num_rows * part / num_parts;
+      const int end = tile.num_rows * (part + 1) / num_parts;
+      kTable[end - row - 1]({weights, count, tile.rows + row * tile.row_stride + 4 * first,
+                             tile.row_stride, tile.out + row * kPanel, first == 0});
+    }
+  }
+  const float* scales = reinterpret_cast<const float*>(tile.panel + int8_values_bytes(tile.K));
+  for (int m = 0; m < tile.num_rows; ++m)
+    for (int v = 0; v < kPanelVectors; ++v) {
+      float* y = sums_at(tile, m, v);
+      store(y, load(y) * load(scales + v * kLanes));
+    }
+}
+
+inline void multiply_int8_only(const Tile& tile) {
+  if (tile.num_rows > kQuantisedTileRows) return multiply_widened(tile);
+  multiply_quantised<Int8OnlyKernel>(tile);
+}
 
 inline size_t fp32_rows(int) { return 0; }
 
@@ -224,7 +302,6 @@ inline constexpr Format kInt8Format = {"int8",
                                        quantised_row_bytes,
                                        prepare_quantised<kInt8ZeroPoint>,
                                        kQuantisedTileRows,
-                                       kQuantisedWideRows,
                                        multiply_quantised<Int8Kernel>};
 
 inline constexpr Format kInt8OnlyFormat = {"int8-weight-only",
@@ -233,8 +310,7 @@ inline constexpr Format kInt8OnlyFormat = {"int8-weight-only",
                                            unpack_int8,
                                            fp32_rows,
                                            nullptr,
-                                           kQuantisedTileRows,
-                                           kQuantisedWideRows,
-                                           multiply_quantised<Int8OnlyKernel>};
+                                           kMaxTileRows,
+                                           multiply_int8_only};
 
 }  // namespace ns

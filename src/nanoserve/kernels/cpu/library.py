@@ -120,13 +120,17 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ns_step": (c_int32, (c_void_p, POINTER(Batch), POINTER(Result), *_WHY)),
     "ns_attend": (c_int32, (c_void_p, POINTER(Batch), *(c_void_p,) * 4, *_WHY)),
     "ns_resize_cache": (c_int32, (c_void_p, c_int32, c_int32, *_WHY)),
-    "ns_set_threads": (c_int32, (c_void_p, c_int32, *_WHY)),
     "ns_poison": (None, (c_void_p, c_void_p, c_int32)),
     "ns_close": (None, (c_void_p,)),
     "ns_weights_bytes": (c_int64, (c_void_p,)),
     "ns_cache_bytes": (c_int64, (c_void_p,)),
     "ns_scratch_bytes": (c_int64, (c_void_p,)),
     "ns_sample": (c_int32, (c_void_p, c_int32, c_int32, POINTER(Row), POINTER(Result))),
+    "ns_open_probe": (c_int32, (c_int32, POINTER(c_void_p), *_WHY)),
+    "ns_probe_read": (None, (c_void_p, c_void_p, c_int64, c_int32)),
+    "ns_put_product": (c_int32, (c_void_p, *(c_int32,) * 4, *_WHY)),
+    "ns_probe_product": (c_int32, (c_void_p, *_WHY)),
+    "ns_close_probe": (None, (c_void_p,)),
     "ns_isa": (c_char_p, ()),
     "ns_abi_version": (c_int32, ()),
 }
@@ -175,6 +179,13 @@ class Library:
             self.check(self.call.ns_open, *where)
         else:
             self.check(self.call.ns_share, donor, *where)
+        assert opened.value is not None
+        return opened.value
+
+    def open_probe(self, num_threads: int) -> int:
+        """Threads that measure this machine, to be closed with `ns_close_probe`."""
+        opened = c_void_p()
+        self.check(self.call.ns_open_probe, num_threads, ctypes.byref(opened))
         assert opened.value is not None
         return opened.value
 

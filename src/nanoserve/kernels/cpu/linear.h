@@ -67,7 +67,6 @@ struct Partition {
   int tile_rows;          // of each tile but the last
   int rows_per_chunk;     // a multiple of tile_rows
   int num_row_chunks;
-  int panels_per_chunk;  // 2 where two are multiplied at once
 
   Partition(const Format& format, int M, int limit) {
     const int most = limit > 0 ? std::min(limit, format.tile_rows) : format.tile_rows;
@@ -75,7 +74,6 @@ struct Partition {
     tile_rows = (M + num_tiles - 1) / num_tiles;
     rows_per_chunk = tile_rows * kRowTilesPerChunk;
     num_row_chunks = (M + rows_per_chunk - 1) / rows_per_chunk;
-    panels_per_chunk = M <= std::min(most, format.wide_rows) ? 2 : 1;
   }
 };
 
@@ -85,17 +83,16 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
   const Format& format = *matrix.format;
   const Partition cut(format, rows.count, tile_limit);
   const int num_panels = matrix.num_panels();
-  const int num_panel_chunks = (num_panels + cut.panels_per_chunk - 1) / cut.panels_per_chunk;
 
-  pool.run(num_panel_chunks * cut.num_row_chunks, [&](int chunk, int) {
-    alignas(64) float sums[2 * kMaxTileRows * kPanel];
-    const int panel = chunk / cut.num_row_chunks * cut.panels_per_chunk;
+  pool.run(num_panels * cut.num_row_chunks, [&](int chunk, int) {
+    alignas(64) float sums[kMaxTileRows * kPanel];
+    const int panel = chunk / cut.num_row_chunks;
     const int first = chunk % cut.num_row_chunks * cut.rows_per_chunk;
     const int end = std::min(rows.count, first + cut.rows_per_chunk);
+    const int column = panel * kPanel;
 
     Tile tile;
     tile.panel = matrix.panels + matrix.panel_bytes * panel;
-    tile.num_panels = std::min(cut.panels_per_chunk, num_panels - panel);
     tile.K = matrix.K;
     tile.row_stride = rows.stride;
     tile.out = sums;
@@ -109,11 +106,8 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
                       ? tile.panel + matrix.panel_bytes + half * (matrix.panel_bytes / 2)
                       : nullptr;
       format.multiply(tile);
-      for (int p = 0; p < tile.num_panels; ++p) {
-        const int column = (panel + p) * kPanel;
-        finish(sums + p * tile.num_rows * kPanel, bias ? bias + column : nullptr, tile.num_rows,
-               output, output.values + output.stride * row + column);
-      }
+      finish(sums, bias ? bias + column : nullptr, tile.num_rows, output,
+             output.values + output.stride * row + column);
     }
   });
 }

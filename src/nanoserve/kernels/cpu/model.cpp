@@ -9,7 +9,6 @@
 #include "gemm_int8.h"
 
 namespace ns {
-namespace {
 
 const Format& format_of(int32_t weights) {
   switch (weights) {
@@ -22,16 +21,17 @@ const Format& format_of(int32_t weights) {
   }
 }
 
-void require(bool holds, const std::string& otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
+int32_t checked_threads(int32_t num_threads) {
+  require(num_threads >= 1 && num_threads <= 1024,
+          "threads (--threads) must be between 1 and 1024, got " + std::to_string(num_threads));
+  return num_threads;
 }
+
+namespace {
 
 void require_positive(const char* name, int32_t value) {
   require(value >= 1, std::string(name) + " must be at least 1, got " + std::to_string(value));
 }
-
-// Three times a width, and a panel of so many inputs, are still an int.
-constexpr int32_t kMaxWidth = 1 << 24;
 
 void check(const NsConfig& config) {
   require_positive("vocab_size", config.vocab_size);
@@ -81,7 +81,7 @@ Model::Model(const NsConfig& given, const float* scales, const Model* donor) : c
   lay_out(arena);
   if (donor) borrow(*donor);
   resize_cache(config.block_size, config.num_blocks);
-  set_threads(config.num_threads);
+  start_threads();
 }
 
 // Equal shapes are laid out alike, so the donor's memory is ours as it stands.
@@ -256,20 +256,18 @@ void Model::replace_cache(int32_t block_size, int32_t num_blocks) {
   config.num_blocks = num_blocks;
 }
 
-void Model::set_threads(int32_t num_threads) {
-  require(num_threads >= 1 && num_threads <= 1024,
-          "threads (--threads) must be between 1 and 1024, got " + std::to_string(num_threads));
-  if (pool && pool->num_threads() == num_threads && !pool->belongs_to_another_process()) return;
-  auto started = std::make_unique<Pool>(num_threads);  // the old one stays where that fails
-  abandon_foreign_threads();
+// What was forked in the middle of a step left scratch half-written, so that is new as well.
+void Model::start_threads() {
+  auto started = std::make_unique<Pool>(checked_threads(config.num_threads));
+  abandon_foreign_threads();  // only now: the old ones stay where that fails
   pool = std::move(started);
-  config.num_threads = num_threads;
   samplers.clear();
   buffers = Buffers();
 }
 
-// What was forked in the middle of a step left scratch half-written, so that is new as well.
-void Model::make_threads_usable() { set_threads(config.num_threads); }
+void Model::make_threads_usable() {
+  if (pool->belongs_to_another_process()) start_threads();
+}
 
 // See Pool: in a child it can be neither used nor destroyed.
 void Model::abandon_foreign_threads() {

@@ -17,6 +17,19 @@
 
 namespace ns {
 
+inline void require(bool holds, const std::string& otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
+}
+
+// Three times a width, and a panel of so many inputs, are still an int.
+constexpr int32_t kMaxWidth = 1 << 24;
+
+// Of an NsWeights. Throws std::invalid_argument for any other number.
+const Format& format_of(int32_t weights);
+
+// How many threads there may be, the caller's included. Throws std::invalid_argument.
+int32_t checked_threads(int32_t num_threads);
+
 // A batch addresses what the cache does not have; nothing was written.
 struct CacheFull : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -81,7 +94,6 @@ struct Model {
   void check_complete() const;  // throws std::invalid_argument naming what is missing
   // Where the system has no memory for it, the cache is empty: a step is refused, not computed.
   void resize_cache(int32_t block_size, int32_t num_blocks);
-  void set_threads(int32_t num_threads);
   void make_threads_usable();  // in a forked child, new ones
 
   int64_t weights_bytes() const { return static_cast<int64_t>(weights->size()); }
@@ -113,6 +125,7 @@ struct Model {
   void reserve_matrix(Arena& arena, Matrix& matrix, int K, int N);
   void pack(const Destination& destination, const void* data, int32_t stored_dtype);
   void put_positions(const void* data, int32_t stored_dtype);
+  void start_threads();
   void abandon_foreign_threads();
 };
 

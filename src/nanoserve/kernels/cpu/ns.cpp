@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "model.h"
+#include "probe.h"
 #include "simd.h"
 
 // What a handle points to. It outlives its model and is never freed (some hundred bytes), so that a
@@ -41,6 +42,10 @@ struct NsModel {
 };
 
 std::atomic<NsModel*> NsModel::all{nullptr};
+
+struct NsProbe : ns::Probe {
+  using Probe::Probe;
+};
 
 namespace {
 
@@ -134,11 +139,6 @@ NS_EXPORT int ns_resize_cache(NsModel* model, int32_t block_size, int32_t num_bl
                  [&](ns::Model& m) { m.resize_cache(block_size, num_blocks); });
 }
 
-NS_EXPORT int ns_set_threads(NsModel* model, int32_t num_threads, char* error,
-                             int32_t error_size) {
-  return guarded(model, error, error_size, [&](ns::Model& m) { m.set_threads(num_threads); });
-}
-
 NS_EXPORT void ns_poison(NsModel* model, const int32_t* blocks, int32_t num_blocks) {
   guarded(model, nullptr, 0, [&](ns::Model& m) {
     for (int32_t i = 0; i < num_blocks; ++i)
@@ -167,6 +167,27 @@ NS_EXPORT int ns_sample(const float* logits, int32_t vocab_size, int32_t num_tok
     ns::Sampler(vocab_size).sample(logits, num_token_ids, *row, 0, *result);
   });
 }
+
+NS_EXPORT int ns_open_probe(int32_t num_threads, NsProbe** opened, char* error,
+                            int32_t error_size) {
+  *opened = nullptr;
+  return guarded(error, error_size, [&] { *opened = new NsProbe(num_threads); });
+}
+
+NS_EXPORT void ns_probe_read(NsProbe* probe, const void* data, int64_t num_lines, int32_t fetches) {
+  probe->read(static_cast<const uint8_t*>(data), num_lines * ns::kReadLine, fetches != 0);
+}
+
+NS_EXPORT int ns_put_product(NsProbe* probe, int32_t weights, int32_t M, int32_t K, int32_t N,
+                             char* error, int32_t error_size) {
+  return guarded(error, error_size, [&] { probe->put_product(weights, M, K, N); });
+}
+
+NS_EXPORT int ns_probe_product(NsProbe* probe, char* error, int32_t error_size) {
+  return guarded(error, error_size, [&] { probe->multiply(); });
+}
+
+NS_EXPORT void ns_close_probe(NsProbe* probe) { delete probe; }
 
 NS_EXPORT const char* ns_isa(void) { return ns::kIsa; }
 NS_EXPORT int32_t ns_abi_version(void) { return NS_ABI_VERSION; }

@@ -131,9 +131,6 @@ int ns_attend(NsModel* model, const NsBatch* batch, const float* q, const float*
 int ns_resize_cache(NsModel* model, int32_t block_size, int32_t num_blocks, char* error,
                     int32_t error_size);
 
-// From the next step on; the sums do not change by it.
-int ns_set_threads(NsModel* model, int32_t num_threads, char* error, int32_t error_size);
-
 // Fill blocks with NaN, for tests: whoever reads a freed block then cannot hide it.
 void ns_poison(NsModel* model, const int32_t* blocks, int32_t num_blocks);
 
@@ -148,6 +145,21 @@ int64_t ns_scratch_bytes(NsModel* model);  // buffers of the largest step so far
 // One row of logits [V] through the sampler, for its tests; the arrays of `result` have one row.
 int ns_sample(const float* logits, int32_t vocab_size, int32_t num_token_ids, const NsRow* row,
               NsResult* result);
+
+// Loads that measure this machine, on threads of their own. One thread calls a probe at a time.
+typedef struct NsProbe NsProbe;
+
+int ns_open_probe(int32_t num_threads, NsProbe** opened, char* error, int32_t error_size);
+
+// One pass over `num_lines` times 256 bytes; `fetches` 1: asking for each line well before.
+void ns_probe_read(NsProbe* probe, const void* data, int64_t num_lines, int32_t fetches);
+
+// Makes the one product [M][K] x [K][N] that ns_probe_product computes, in an NsWeights.
+int ns_put_product(NsProbe* probe, int32_t weights, int32_t M, int32_t K, int32_t N, char* error,
+                   int32_t error_size);
+int ns_probe_product(NsProbe* probe, char* error, int32_t error_size);
+
+void ns_close_probe(NsProbe* probe);
 
 // "portable", "avx2", "avx512" or "avx512_bf16_vnni": what this shared object was compiled for.
 const char* ns_isa(void);

@@ -20,10 +20,6 @@ constexpr int kSerialAppend = 8;  // up to so many rows are appended by the call
 
 std::string number(int64_t value) { return std::to_string(value); }
 
-void require(bool holds, const std::string& otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
-}
-
 void require_fit(bool holds, const std::string& otherwise) {
   if (!holds) throw CacheFull(otherwise);
 }
@@ -182,10 +178,7 @@ class Slice {
       std::copy_n(k + start, C_, qkv + C_);
       std::copy_n(v + start, C_, qkv + 2 * C_);
     }
-    for (int layer = 0; layer < model_.config.n_layer; ++layer) {
-      append(layer);
-      attend(layer);
-    }
+    for (int layer = 0; layer < model_.config.n_layer; ++layer) append_and_attend(layer);
     for (int row = 0; row < count_; ++row)
       std::copy_n(buffers_.mixed + width_ * row, C_, out + static_cast<size_t>(row) * C_);
   }
@@ -224,8 +217,7 @@ class Slice {
   void attention(int layer) {
     const Layer& weights = model_.layers[layer];
     linear(weights.c_attn, normed(weights.ln_1, weights.c_attn), to(buffers_.qkv, qkv_width_));
-    append(layer);
-    attend(layer);
+    append_and_attend(layer);
     const Rows mixed = prepared(buffers_.mixed, width_, weights.attn_proj.weight);
     linear(weights.attn_proj, mixed, added_to_x());
   }
@@ -285,35 +277,46 @@ class Slice {
     return {reinterpret_cast<const uint8_t*>(values), stride * sizeof(float), count_};
   }
 
-  void append(int layer) {
-    const int num_heads = model_.config.n_head, D = C_ / num_heads;
-    auto append_head = [&](int head, int) {
-      const float* k = buffers_.qkv + C_ + head * D;
-      model_.cache->append(layer, head, k, k + C_, static_cast<int64_t>(qkv_width_),
-                           batch_.slot_mapping + first_, count_);
-    };
-    if (count_ > kSerialAppend) return pool_.run(num_heads, append_head);
-    for (int head = 0; head < num_heads; ++head) append_head(head, 0);
+  // One sequence alone reads nothing that another wrote in this step. Then whoever attends to a head
+  // appends to it first, and both find its memory in their cache.
+  void append_and_attend(int layer) {
+    const int num_heads = model_.config.n_head;
+    const bool is_alone = batch_.num_seqs == 1 && static_cast<int>(queries_.size()) == num_heads;
+    if (!is_alone) append_all(layer);
+    pool_.run(static_cast<int>(queries_.size()), [&](int index, int thread) {
+      if (is_alone) append(layer, queries_[index].head);
+      attend(layer, queries_[index], thread);
+    });
   }
 
-  void attend(int layer) {
+  void append_all(int layer) {
+    const int num_heads = model_.config.n_head;
+    if (count_ > kSerialAppend)
+      return pool_.run(num_heads, [&](int head, int) { append(layer, head); });
+    for (int head = 0; head < num_heads; ++head) append(layer, head);
+  }
+
+  void append(int layer, int head) {
+    const float* k = buffers_.qkv + C_ + head * (C_ / model_.config.n_head);
+    model_.cache->append(layer, head, k, k + C_, static_cast<int64_t>(qkv_width_),
+                         batch_.slot_mapping + first_, count_);
+  }
+
+  void attend(int layer, const Queries& queries, int thread) {
     const int D = C_ / model_.config.n_head;
-    pool_.run(static_cast<int>(queries_.size()), [&](int index, int thread) {
-      const Queries& queries = queries_[index];
-      AttendTask task;
-      task.layer = layer;
-      task.head = queries.head;
-      task.table = batch_.block_tables +
-                   static_cast<int64_t>(queries.sequence) * batch_.table_width;
-      task.context_len = queries.context_len;
-      task.num_queries = queries.count;
-      task.q = buffers_.qkv + qkv_width_ * queries.first + queries.head * D;
-      task.q_stride = static_cast<int64_t>(qkv_width_);
-      task.out = buffers_.mixed + width_ * queries.first + queries.head * D;
-      task.out_stride = static_cast<int64_t>(width_);
-      task.scale = model_.attention_scales[layer];
-      ns::attend(*model_.cache, task, buffers_.attention + buffers_.attention_bytes * thread);
-    });
+    AttendTask task;
+    task.layer = layer;
+    task.head = queries.head;
+    task.table = batch_.block_tables +
+                 static_cast<int64_t>(queries.sequence) * batch_.table_width;
+    task.context_len = queries.context_len;
+    task.num_queries = queries.count;
+    task.q = buffers_.qkv + qkv_width_ * queries.first + queries.head * D;
+    task.q_stride = static_cast<int64_t>(qkv_width_);
+    task.out = buffers_.mixed + width_ * queries.first + queries.head * D;
+    task.out_stride = static_cast<int64_t>(width_);
+    task.scale = model_.attention_scales[layer];
+    ns::attend(*model_.cache, task, buffers_.attention + buffers_.attention_bytes * thread);
   }
 
   void list_queries() {
