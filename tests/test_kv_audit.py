@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from helpers import (
     tokens_of,
 )
 
+from nanoserve.cli import main
 from nanoserve.engine.audit import compare, is_chosen
 from nanoserve.engine.engine import Engine
 from nanoserve.kernels import paged
@@ -188,6 +190,53 @@ def test_the_comparison_is_the_definition() -> None:
     assert not found.agrees
     assert found.logit_error == pytest.approx(0.6, rel=1e-6)
     assert compare(full, full) == (0.0, True, 0.0)
+
+
+def nanoserve(
+    capsys: pytest.CaptureFixture[str], *arguments: str, executor: str = "eager"
+) -> tuple[int, str, str]:
+    """The command line over the tiny model, in this process: exit code, output, complaints."""
+    folder = str(tiny_model().folder)
+    common = ("--model", folder, "--device", "cpu", "--executor", executor)
+    with pytest.raises(SystemExit) as ended:
+        main(("generate", "hello there", *common, "--max-tokens", "4", "--ignore-eos", *arguments))
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+def test_the_command_line_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    audit = ("--kv-cache-dtype", "int8", "--kv-audit", "1")
+    code, out, _ = nanoserve(capsys, *audit, "--json")
+    assert code == 0
+    found = json.loads(out)["metrics"]["kv_audit"]
+    assert (found["num_tokens"], found["num_agreed"]) == (4, 4)
+    assert 0 < found["mean_kl"] <= found["max_kl"] < KL_BOUND
+    _, _, err = nanoserve(capsys, *audit, "--stats")
+    assert "KV audit: 4 tokens of 1 sequences, KL " in err
+    assert "best token agrees in 100.00%" in err
+    _, out, _ = nanoserve(capsys, "--json")
+    assert "kv_audit" not in json.loads(out)["metrics"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    "arguments,executor,words",
+    [
+        ((), "graph", "--executor graph: it replays CUDA graphs, got --device cpu"),
+        (("--kv-audit", "1"), "eager", "--kv-cache-dtype float32 is not reduced (int8 is)"),
+        (("--kv-audit", "1.5"), "eager", "--kv-audit must be between 0 and 1, got 1.5"),
+        (("--kernels", "torch"), "native", "--executor native: it has kernels of its own"),
+    ],
+    ids=["graph", "nothing to audit", "no share", "native"],
+)
+def test_what_cannot_be_had_is_refused_in_one_line(
+    arguments: tuple[str, ...], executor: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = nanoserve(capsys, *arguments, executor=executor)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert words in line
 
 
 def test_the_server_exports_what_was_found() -> None:
