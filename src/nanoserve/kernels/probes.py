@@ -116,6 +116,28 @@ def make_native_probes(num_threads: int) -> NativeProbes | None:
     return NativeProbes(core, num_threads)
 
 
+class NativeProbe:
+    """One probe of the core: threads, and at most one product. Closed when nobody holds it."""
+
+    def __init__(self, core: library.Library, num_threads: int) -> None:
+        self.core = core
+        self.address = core.open_probe(num_threads)
+        weakref.finalize(self, core.call.ns_close_probe, self.address)
+
+    def read(self, values: NDArray[np.float32], *, fetches: bool) -> None:
+        """One pass over all whole lines of `values`."""
+        num_lines = values.nbytes // READ_LINE_BYTES
+        self.core.call.ns_probe_read(self.address, values.ctypes.data, num_lines, fetches)
+
+    def put_product(self, weights: int, m: int, k: int, n: int) -> None:
+        """Make the operands. Raises ValueError for a size that is none, and MemoryError."""
+        self.core.check(self.core.call.ns_put_product, self.address, weights, m, k, n)
+
+    def multiply(self) -> None:
+        """The product once."""
+        self.core.check(self.core.call.ns_probe_product, self.address)
+
+
 class NativeProbes:
     """Of a CPU: the threads and products of the native executor, on made-up numbers.
 
@@ -131,27 +153,19 @@ class NativeProbes:
         self._num_threads = num_threads
         self.dtypes = () if core.isa == "portable" else tuple(library.WEIGHTS)
 
-    def _open(self) -> int:
-        """A probe that is closed when this object is gone."""
-        probe = self._core.open_probe(self._num_threads)
-        weakref.finalize(self, self._core.call.ns_close_probe, probe)
-        return probe
-
     def read(self, values: NDArray[np.float32]) -> Mapping[str, Load]:
         """Kernels that read all of `values` (a multiple of 256 bytes) once."""
-        probe, read = self._open(), self._core.call.ns_probe_read
-        num_lines = values.nbytes // READ_LINE_BYTES
-
-        def load(fetches: int) -> Load:
-            return lambda: read(probe, values.ctypes.data, num_lines, fetches)
-
-        return {"native read": load(0), "native read, fetched ahead": load(1)}
+        probe = NativeProbe(self._core, self._num_threads)
+        return {
+            "native read": lambda: probe.read(values, fetches=False),
+            "native read, fetched ahead": lambda: probe.read(values, fetches=True),
+        }
 
     def matmul(self, m: int, k: int, n: int, dtype: str) -> Load:
         """[m, k] @ [k, n] with weights in `dtype`: 2 m k n operations. Raises MemoryError."""
-        probe, core = self._open(), self._core
-        core.check(core.call.ns_put_product, probe, library.WEIGHTS[dtype], m, k, n)
-        return lambda: core.check(core.call.ns_probe_product, probe)
+        probe = NativeProbe(self._core, self._num_threads)
+        probe.put_product(library.WEIGHTS[dtype], m, k, n)
+        return probe.multiply
 
 
 class TorchProbes:
