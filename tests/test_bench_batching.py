@@ -47,8 +47,14 @@ from nanoserve.bench.findings.batching import (
     transforms_text,
 )
 from nanoserve.bench.findings.interference import interference_findings, interference_paragraph
-from nanoserve.bench.findings.overhead import fit_line, overhead_findings, overhead_paragraph
+from nanoserve.bench.findings.overhead import (
+    end_to_end_table,
+    fit_line,
+    overhead_findings,
+    overhead_paragraph,
+)
 from nanoserve.bench.measure import Rules
+from nanoserve.bench.metrics import describe
 from nanoserve.bench.plots import plot_json, save
 from nanoserve.bench.proxies import SilentExecutor
 from nanoserve.bench.record import Run
@@ -761,6 +767,7 @@ def overhead_run(house: Callable[..., None], tmp_path: Path, clock: Clock) -> Ru
         with_model=4,
         model_steps=3,
         context=20,
+        num_tokens=8,
         rules=Rules(warmups=1, dropped_rounds=1, min_rounds=6, max_rounds=6),
     )
     return overhead.measure(options_in(tmp_path), QUIET)
@@ -784,6 +791,33 @@ def test_the_models_share_is_what_it_took_of_a_step(overhead_run: Run) -> None:
     )
     assert findings.busy.median == pytest.approx(model_s / (model_s + 2e-6), rel=1e-3)
     assert "reaches the goal of 85%" in overhead_paragraph(findings)
+
+
+def test_a_token_through_generate_is_held_against_the_bare_step_of_its_mean_context(
+    overhead_run: Run,
+) -> None:
+    """The fake's steps grow with the context by a constant: the mean step is the middle one."""
+    findings = overhead_findings(overhead_run)
+    rows = findings.end_to_end
+    assert {(row.weights, row.sampling) for row in rows} == {
+        (weights, sampling) for weights in overhead.FORMATS for sampling in overhead.SAMPLINGS
+    }
+    assert all(row.extra.median == pytest.approx(0, abs=0.05) for row in rows)
+    assert "keeps within every goal" in overhead_paragraph(findings)
+    heads, cells = end_to_end_table(findings)
+    assert len(cells) == 6
+    assert all(len(line) == len(heads) and line[-1] == "met" for line in cells)
+
+
+def test_a_goal_that_is_missed_is_named(overhead_run: Run) -> None:
+    findings = overhead_findings(overhead_run)
+    slow = replace(findings.end_to_end[0], extra=describe([0.2] * 6))
+    others = findings.end_to_end[1:]
+    missed = replace(findings, end_to_end=(slow, *others))
+    text = overhead_paragraph(missed)
+    assert f"misses its goal in {slow.weights}, {slow.sampling}." in text
+    assert end_to_end_table(missed)[1][0][-1] == "missed"
+    assert "LLM.generate" not in overhead_paragraph(replace(findings, end_to_end=()))
 
 
 def test_nothing_is_left_behind_in_an_engine_whose_executor_was_silenced() -> None:

@@ -78,8 +78,18 @@ class LLM:
     """
 
     def __init__(self, model: str = "mini", **options: Any) -> None:
-        self.engine = Engine(engine_config(model=model, **options))
-        self.tokenizer = self.engine.tokenizer
+        self._drive(Engine(engine_config(model=model, **options)))
+
+    @classmethod
+    def of(cls, engine: Engine) -> LLM:
+        """The face of an engine that is there already, which nobody else steps meanwhile."""
+        made = cls.__new__(cls)
+        made._drive(engine)
+        return made
+
+    def _drive(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
         self._ids = (f"llm-{number}" for number in itertools.count())
         # Any consumer's step may bring another's deltas: here they wait for whom they concern.
         self._inboxes: dict[str, deque[RequestDelta | StepError]] = {}

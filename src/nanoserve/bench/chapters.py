@@ -85,6 +85,7 @@ from nanoserve.bench.findings.memory import (
 )
 from nanoserve.bench.findings.overhead import (
     OverheadFindings,
+    end_to_end_table,
     overhead_findings,
     overhead_paragraph,
     overhead_table,
@@ -269,7 +270,12 @@ OVERHEAD: Chapter[OverheadFindings] = Chapter(
     title="What does the engine cost beside the model?",
     conclude=overhead_findings,
     paragraph=overhead_paragraph,
-    tables={"Microseconds of a step in which nothing is computed": overhead_table},
+    tables={
+        "Microseconds of a step in which nothing is computed": overhead_table,
+        "Milliseconds a token of one request takes, bare and through LLM.generate": (
+            end_to_end_table
+        ),
+    },
 )
 
 PEERS: Chapter[PeerFindings] = Chapter(

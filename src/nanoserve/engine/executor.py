@@ -44,6 +44,19 @@ class ExecutorSpec:
     threads: int | None
     num_token_ids: int
 
+    @property
+    def has_equal_bits(self) -> bool:
+        """Whether a row's logits are the same bits in every way, by definition (EXACTNESS.md)."""
+        return self.executor == "native"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every way of this executor must emit equal tokens.
+
+        Elsewhere half precision and int8 round by the shape of a step, and a near tie may part.
+        """
+        return self.has_equal_bits or {self.dtype, self.cache_dtype} == {"float32"}
+
 
 class Executor(Protocol):
     """Runs steps."""

@@ -3,26 +3,31 @@
 With n requests in steady decode and an executor that answers at once, two loops are timed: planning
 alone (schedule, build the batch, commit), and whole steps of the engine, which also draws uniforms,
 decodes text and keeps its log. Then the real executor is put back and timed from inside the same
-steps: the share of the wall time in which the model works. One loop runs twice (A/A).
+steps: the share of the wall time in which the model works. And where the executor is native, one
+request through `LLM.generate` against its bare steps, in each format of the weights: what a token
+costs a user beside the step, greedy and drawn. One loop runs twice (A/A).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from nanoserve.bench.calibrate import add_all, greedy
 from nanoserve.bench.conduct import AAArms, conduct
 from nanoserve.bench.experiments.batch import make_trial
 from nanoserve.bench.experiments.kvcache import Gate, write
 from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
-from nanoserve.bench.proxies import SilentExecutor, TimedExecutor
+from nanoserve.bench.proxies import BatchRecorder, SilentExecutor, TimedExecutor
 from nanoserve.bench.record import Run
 from nanoserve.bench.session import Options, Screen, open_engine, weights_at_hand
 from nanoserve.bench.traces import Length
 from nanoserve.bench.workload import prompt_token_ids
-from nanoserve.engine.batch import SAMPLED, LogitRow, RowSampling, build_batch
+from nanoserve.config import Dtype, LoadFormat, Quantization
+from nanoserve.engine.batch import SAMPLED, LogitRow, RowSampling, StepBatch, build_batch
 from nanoserve.engine.engine import Engine
+from nanoserve.llm import LLM
+from nanoserve.request import SamplingParams
 from nanoserve.scheduling.plan import ScheduledRequest
 
 QUESTION = "what does the engine cost beside the model?"
@@ -33,18 +38,32 @@ NUM_STEPS = 32
 
 WARM_STEPS = 3
 
+FORMATS: Mapping[str, tuple[Dtype, Quantization | None]] = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+}
+"""Weights that `LLM.generate` is timed with, where the executor is native."""
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9, seed=0, ignore_eos=True),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """`running` requests with the silent executor, `with_model` of them with the real one.
 
     `context` is where the decodes begin: block tables grow with it, and the batch with them.
+    `num_tokens` are what one repetition of `LLM.generate` writes.
     """
 
     running: tuple[int, ...]
     with_model: int
     model_steps: int
     context: int
+    num_tokens: int
     rules: Rules
 
 
@@ -53,6 +72,7 @@ FULL = Scale(
     with_model=64,
     model_steps=16,
     context=128,
+    num_tokens=64,
     rules=Rules(budget_s=120.0),
 )
 QUICK = Scale(
@@ -60,6 +80,7 @@ QUICK = Scale(
     with_model=64,
     model_steps=4,
     context=64,
+    num_tokens=16,
     rules=Rules(warmups=1, min_rounds=3, max_rounds=12, budget_s=10.0),
 )
 
@@ -158,6 +179,65 @@ def make_groups(engine: Engine, scale: Scale) -> list[Group]:
     return [*groups, Group(name=name, arms={"engine": busy_arm(engine, scale)}, labels=labels)]
 
 
+def bare_arm(engine: Engine, step: StepBatch, num_tokens: int) -> Arm:
+    """One step, `num_tokens` times: "tokens" are all of them."""
+
+    def steps() -> None:
+        for _ in range(num_tokens):
+            engine.executor.execute(step)
+
+    return lambda watch: watch.time("tokens", steps)
+
+
+def generate_arm(llm: LLM, params: SamplingParams) -> Arm:
+    """`LLM.generate` after a prompt of one token, so that every token is one step of one row."""
+    prompt = prompt_token_ids(1, llm.engine.model_config.vocab_size, 0)
+    return lambda watch: watch.time("tokens", lambda: llm.generate([prompt], params))
+
+
+def middle_step(llm: LLM, params: SamplingParams, num_tokens: int) -> StepBatch:
+    """The step of the middle token: its context is the mean one of all of them."""
+    engine = llm.engine
+    recorder = BatchRecorder(engine.executor)
+    engine.executor = recorder
+    try:
+        generate_arm(llm, replace(params, max_tokens=num_tokens // 2))(Stopwatch(lambda: None))
+    finally:
+        engine.executor = recorder.inner
+    assert recorder.last is not None, "a token takes a step"
+    return recorder.last
+
+
+def end_to_end_group(engine: Engine, weights: str, num_tokens: int) -> Group:
+    """`LLM.generate` beside the bare step, for each way of sampling."""
+    llm = LLM.of(engine)
+    arms: dict[str, Arm] = {}
+    for name, params in SAMPLINGS.items():
+        step = middle_step(llm, params, num_tokens)
+        arms[f"bare step, {name}"] = bare_arm(engine, step, num_tokens)
+        arms[f"LLM.generate, {name}"] = generate_arm(llm, replace(params, max_tokens=num_tokens))
+    return Group(
+        name=f"one request, {weights}",
+        arms=arms,
+        labels={"weights": weights, "num_tokens": num_tokens, "samplings": list(SAMPLINGS)},
+    )
+
+
+def engines_by_weights(
+    engine: Engine, options: Options, load_format: LoadFormat
+) -> dict[str, Engine]:
+    """`engine` itself, and where it is native one for each other format of `FORMATS`."""
+    ours: str = engine.spec.quantization or engine.spec.dtype
+    if engine.spec.executor != "native":
+        return {}
+    engines = {ours: engine}
+    for name, (dtype, quantization) in FORMATS.items():
+        if name != ours:
+            wanted = replace(options, dtype=dtype, quantization=quantization)
+            engines[name] = open_engine(wanted, load_format, layout="paged", max_num_seqs=1)
+    return engines
+
+
 def pass_gate(engine: Engine, gate: Gate, prompts: Sequence[Sequence[int]]) -> None:
     """The engine must emit the same tokens with and without the stopwatch in its executor."""
     written = write(engine, prompts, 4, num_logprobs=gate.num_logprobs)
@@ -178,10 +258,13 @@ def measure(options: Options, screen: Screen) -> Run:
         screen.say(remark)
     started_s = now_s()
     engine = open_engine(options, load_format, layout="paged", max_num_seqs=max(scale.running))
+    engines = engines_by_weights(engine, options, load_format)
     load_s = now_s() - started_s
-    gate = Gate(is_exact=engine.spec.dtype == "float32")
+    gate = Gate(is_exact=all(e.spec.is_exact for e in (engine, *engines.values())))
     vocab_size = engine.model_config.vocab_size
-    pass_gate(engine, gate, [prompt_token_ids(16, vocab_size, i) for i in range(4)])
+    for one in dict.fromkeys((engine, *engines.values())):
+        pass_gate(one, gate, [prompt_token_ids(16, vocab_size, i) for i in range(4)])
     groups = make_groups(engine, scale)
+    groups += [end_to_end_group(e, name, scale.num_tokens) for name, e in engines.items()]
     trial = make_trial("overhead", engine, gate, groups, scale.rules, AA, {"load_s": load_s})
     return conduct(trial, options, screen)

@@ -1,4 +1,7 @@
-"""What an `overhead` run says: microseconds of planning by running requests, the model's share."""
+"""What an `overhead` run says: microseconds of planning by running requests, the model's share.
+
+And what a token through `LLM.generate` takes beyond the bare step, in pairs of one round.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import numpy as np
 
 from nanoserve.bench.findings import Table, counted, machine_name, noise_sentence
 from nanoserve.bench.findings.kvcache import subject
+from nanoserve.bench.measure import Sample, paired_ratios
 from nanoserve.bench.metrics import Distribution, describe
 from nanoserve.bench.record import Run
 from nanoserve.bench.stepcosts import non_negative_least_squares
@@ -19,6 +23,9 @@ GOAL_FIXED_S, GOAL_EACH_S = 150e-6, 4e-6
 
 GOAL_BUSY = 0.85
 """The model is to work at least this share of the wall time."""
+
+GOAL_END_TO_END = {"float32": 0.08, "bfloat16": 0.08, "int8": 0.15}
+"""A token through `LLM.generate` may take so much longer than the bare step, by its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,25 @@ class OverheadPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndToEnd:
+    """Seconds a token of one request, bare and through `LLM.generate`; `extra` is paired."""
+
+    weights: str
+    sampling: str
+    bare: Distribution
+    generate: Distribution
+    extra: Distribution  # generate / bare - 1
+
+    @property
+    def goal(self) -> float | None:
+        return GOAL_END_TO_END.get(self.weights)
+
+    @property
+    def misses_goal(self) -> bool:
+        return self.goal is not None and self.extra.median > self.goal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverheadFindings:
     """Everything the overhead experiment concludes. `busy` is the model's share, by repetition."""
 
@@ -57,6 +83,7 @@ class OverheadFindings:
     engine: Line
     busy_running: int
     busy: Distribution
+    end_to_end: tuple[EndToEnd, ...]
 
 
 def overhead_findings(run: Run) -> OverheadFindings:
@@ -72,7 +99,7 @@ def overhead_findings(run: Run) -> OverheadFindings:
             engine=describe([s / values["num_steps"] for s in seconds[name, ENGINE]]),
         )
         for name, values in labels.items()
-        if name != busy_group
+        if name != busy_group and "weights" not in values
     ]
     points.sort(key=lambda point: point.running)
     running = [point.running for point in points]
@@ -86,6 +113,30 @@ def overhead_findings(run: Run) -> OverheadFindings:
         busy=describe(
             [s.seconds["model"] / s.seconds["steps"] for s in samples if s.group == busy_group]
         ),
+        end_to_end=tuple(
+            end_to_end([s for s in samples if s.group == name], sampling)
+            for name, values in labels.items()
+            for sampling in values.get("samplings", ())
+        ),
+    )
+
+
+def end_to_end(samples: Sequence[Sample], sampling: str) -> EndToEnd:
+    """Of one group's samples, those that sample so."""
+    labels = samples[0].labels
+    bare, generate = f"bare step, {sampling}", f"LLM.generate, {sampling}"
+
+    def each(arm: str) -> Distribution:
+        seconds = [s.seconds["tokens"] for s in samples if s.arm == arm]
+        return describe([value / labels["num_tokens"] for value in seconds])
+
+    ratios = paired_ratios(samples, generate, bare, "tokens")
+    return EndToEnd(
+        weights=labels["weights"],
+        sampling=sampling,
+        bare=each(bare),
+        generate=each(generate),
+        extra=describe([ratio - 1 for ratio in ratios]),
     )
 
 
@@ -114,6 +165,39 @@ def overhead_table(findings: OverheadFindings) -> Table:
     ]
 
 
+def end_to_end_table(findings: OverheadFindings) -> Table:
+    """Milliseconds a token of one request, by weights and sampling."""
+    heads = ["weights", "sampling", "bare step ms", "LLM.generate ms", "more", "goal", ""]
+    return heads, [
+        [
+            row.weights,
+            row.sampling,
+            f"{row.bare.median * 1e3:.2f}",
+            f"{row.generate.median * 1e3:.2f}",
+            f"{row.extra.median:.1%}",
+            "" if row.goal is None else f"{row.goal:.0%}",
+            "" if row.goal is None else "missed" if row.misses_goal else "met",
+        ]
+        for row in findings.end_to_end
+    ]
+
+
+def end_to_end_sentence(findings: OverheadFindings) -> str:
+    """How much longer a token takes through `LLM.generate`; nothing where that was not measured."""
+    rows = findings.end_to_end
+    if not rows:
+        return ""
+    worst = max(rows, key=lambda row: row.extra.median)
+    missed = [f"{row.weights}, {row.sampling}" for row in rows if row.misses_goal]
+    goals = f"misses its goal in {'; '.join(missed)}" if missed else "keeps within every goal"
+    return (
+        f" Through LLM.generate, one request at a time, a token takes at most "
+        f"{worst.extra.median:.1%} longer than the bare step "
+        f"({(worst.generate.median - worst.bare.median) * 1e6:,.0f} µs, {worst.weights}, "
+        f"{worst.sampling}), which {goals}."
+    )
+
+
 def marked_us(distribution: Distribution) -> str:
     text = f"{distribution.median * 1e6:,.0f}"
     return f"{text} {distribution.mark}" if distribution.mark else text
@@ -132,5 +216,6 @@ def overhead_paragraph(findings: OverheadFindings) -> str:
         f"that the engine does beside the model, text and log included, "
         f"{line_text(findings.engine)}. With {findings.busy_running} running requests of "
         f"{subject(findings.run)} the model works {findings.busy.median:.1%} of the wall time, "
-        f"which {reached} the goal of {GOAL_BUSY:.0%}. {noise_sentence(findings.run)}"
+        f"which {reached} the goal of {GOAL_BUSY:.0%}.{end_to_end_sentence(findings)} "
+        f"{noise_sentence(findings.run)}"
     )
