@@ -131,13 +131,12 @@ def verify(
         outputs, evidence = way(config, naive, work)
         ways.append(compare(name, evidence, expected, outputs))
     dtypes = (naive.spec.dtype, naive.spec.cache_dtype)
-    is_exact = naive.spec.executor == "native"
     texts = [first(output).token_ids for output in expected]
     return Report(
         model=config.model,
         setting=naive.describe() | {"kv_layout": config.cache.layout},
-        exact_tokens=is_exact or set(dtypes) == {"float32"},
-        bound=0.0 if is_exact else max(BOUNDS[dtype] for dtype in dtypes),
+        exact_tokens=naive.spec.is_exact,
+        bound=0.0 if naive.spec.has_equal_bits else max(BOUNDS[dtype] for dtype in dtypes),
         distinct_share=min(len(set(ids)) / len(ids) for ids in texts),
         ways=tuple(ways),
     )
@@ -271,7 +270,8 @@ def run_preempted(config: EngineConfig, donor: Engine, work: Workload) -> Proof:
     engine = Engine(tight, donor=donor)
     outputs = run(engine, work, together=True)
     count = engine.scheduler.counters.num_preemptions
-    return outputs, f"{count} preemptions, each recomputed" if count else None
+    word = "preemption, recomputed" if count == 1 else "preemptions, each recomputed"
+    return outputs, f"{count} {word}" if count else None
 
 
 def run_prefix_hit(config: EngineConfig, donor: Engine, work: Workload) -> Proof:

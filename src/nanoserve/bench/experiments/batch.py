@@ -182,7 +182,7 @@ def measure(options: Options, screen: Screen) -> Run:
     samples = measured_ceilings(yardsticks, options, screen)
     contexts = [context for context in scale.contexts if context < spec.max_model_len]
     predicted = predict(engine, ceilings_of(samples), contexts, scale)
-    gate = Gate(is_exact=spec.dtype == "float32")
+    gate = Gate(is_exact=spec.is_exact)
     groups = []
     title = "gate: does every sequence emit the same tokens alone and in a batch?"
     with screen.progress(title, float(sum(contexts))) as advance:

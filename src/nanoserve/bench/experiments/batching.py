@@ -466,7 +466,7 @@ def measure(options: Options, screen: Screen) -> Run:
     scale = QUICK if options.quick else FULL
     prepared = prepare(options, scale, screen)
     engine = prepared.engines.get("continuous", scale.main_slots)
-    gate = Gate(is_exact=engine.spec.dtype == "float32")
+    gate = Gate(is_exact=engine.spec.is_exact)
     pass_gate(prepared.engines, prepared.measured, gate, screen)
     groups = [
         make_group(prepared.engines, case, prepared.forecasts[case.name])

@@ -355,7 +355,7 @@ def measure(options: Options, screen: Screen) -> Run:
     if not options.quick:
         keep_budget(widest, fitted_budget)
     sharing = opened.open_sharing()
-    gate = Gate(is_exact=widest.spec.dtype == "float32")
+    gate = Gate(is_exact=widest.spec.is_exact)
     pass_gate(engines, sharing, lengths, gate)
     first = arm_name(scale.budgets[0])
     aa = AAArms(arm=first, same_arm=f"{first} again", part="decode")

@@ -351,7 +351,7 @@ def measure(options: Options, screen: Screen) -> Run:
     samples = measured_ceilings(yardsticks, options, screen)
     shapes = cells(scale, arms.model.n_positions)
     predicted = predict(arms, ceilings_of(samples), shapes)
-    gate = Gate(is_exact=spec.dtype == "float32")
+    gate = Gate(is_exact=spec.is_exact)
     groups = gated_groups(arms, gate, scale, shapes, screen)
     groups += yardsticks.fastest(samples, spec.dtype)
     trial = make_trial(arms, gate, groups, scale.rules, {"load_s": load_s, **predicted})

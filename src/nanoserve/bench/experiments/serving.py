@@ -121,11 +121,6 @@ class Arms:
     client: Client
 
 
-def is_exact(engine: Engine) -> bool:
-    """Whether its tokens do not depend on what else is in a step."""
-    return engine.spec.dtype == "float32"
-
-
 def check_answers(answers: Sequence[Answer | None], output: int) -> list[Answer]:
     """All of them. Raises VoidError unless each is whole and has `output` tokens."""
     found = []
@@ -143,7 +138,9 @@ def gated_load(arms: Arms, streams: int, scale: Scale, gate: Gate) -> Load:
     """A load of which both arms emit the same tokens. Raises VoidError for one that they do not."""
     vocab_size = arms.engine.model_config.vocab_size
     prompts = tuple(tuple(prompt_token_ids(scale.prompt, vocab_size, i)) for i in range(streams))
-    load = Load(prompts=prompts, output=scale.output, expected=(), is_exact=is_exact(arms.engine))
+    load = Load(
+        prompts=prompts, output=scale.output, expected=(), is_exact=arms.engine.spec.is_exact
+    )
     written = write(arms.engine, prompts, scale.output, num_logprobs=gate.num_logprobs)
     report = arms.client.run(arms.server, load.asks(return_token_ids=True), at_once=streams)
     answers = check_answers(report.answers, scale.output)
@@ -398,7 +395,7 @@ def measure(options: Options, screen: Screen) -> Run:
         max_num_batched_tokens=None,
     )
     load_s = now_s() - started_s
-    gate = Gate(is_exact=is_exact(engine))
+    gate = Gate(is_exact=engine.spec.is_exact)
     screen.say("starting a server with the same engine")
     with serving(engine) as server, asking() as client:
         ready_s = now_s() - started_s - load_s
