@@ -5,8 +5,9 @@ uncomputed tokens, and a request whose last token is reached draws the next. `sc
 blocks and returns a plan, `commit` takes the step's tokens; clocks are passed in, nothing is
 executed here. Invariants, held by `check_integrity`: the first `num_computed_tokens` positions of a
 running request lie in its block table; a waiting one has no blocks; requests are admitted in order
-of (priority, arrival), so that none waits while a later one of its priority starts; and since no
-request is accepted that the whole cache could not hold, the first of that order always advances.
+of (priority, arrival), so that none waits while a later one of its priority starts (but for choices
+that wait for their sibling's prompt); and since no request is accepted that the whole cache could
+not hold, the first of that order always advances.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from nanoserve.config import SchedulerConfig
 from nanoserve.request import FinishReason, Request, RequestStatus
 from nanoserve.scheduling.blocks import BlockPool
+from nanoserve.scheduling.limits import check_limits, slide_window
 from nanoserve.scheduling.plan import NO_PLAN, ScheduledRequest, StepPlan
 from nanoserve.scheduling.policies import ContinuousBatching, StaticBatching, release
 from nanoserve.scheduling.queue import Rank, RankedQueue
@@ -390,19 +392,34 @@ class Scheduler:
                 )
 
     def _admit(self, draft: Draft) -> None:
-        """Let waiting requests join, strictly in order: the first that cannot holds up the rest."""
-        if not self._policy.opens(len(self._running), draft.budget):
+        """Let waiting requests join, strictly in order: the first that cannot holds up the rest.
+
+        But for choices that wait for their sibling's prompt: those behind them need not.
+        """
+        if not self._waiting or not self._policy.opens(len(self._running), draft.budget):
             return
+        waiting_for_siblings: list[Request] = []
         while len(self._running) < self.max_num_seqs:
             head = self._waiting.first()
-            if head is None or not self._join(head[1], draft):
-                return
+            if head is None:
+                break
+            if self._awaits_sibling(head[1]):
+                waiting_for_siblings.append(self._waiting.pop())
+            elif not self._join(head[1], draft):
+                break
+        for request in waiting_for_siblings:
+            self._waiting.push(self._ranks[request], request)
+
+    def _awaits_sibling(self, request: Request) -> bool:
+        """Whether a running sibling is computing the prompt that `request` will fork from."""
+        if self._keeps_nothing or not self._policy.forks_prompts:
+            return False
+        holder = self._prompt_holder(request) if self._may_be_spared(request) else None
+        return holder is not None and holder.num_computed_tokens < len(request.prompt_token_ids)
 
     def _join(self, request: Request, draft: Draft) -> bool:
         """Make `request` run, all blocks of its window booked; False if it must wait."""
         spared = self._find_spared(request)
-        if spared is None:
-            return False
         num_window = request.num_window_tokens
         num_uncomputed = num_window - spared.num_tokens
         num_tokens = self._num_affordable(num_uncomputed, draft.budget)
@@ -436,8 +453,8 @@ class Scheduler:
         """Log-probabilities of the prompt need every row of it; the first choice reports them."""
         return request.params.prompt_logprobs is None or request.choice > 0
 
-    def _find_spared(self, request: Request) -> Spared | None:
-        """The most that others computed already; None to wait for a sibling's prompt.
+    def _find_spared(self, request: Request) -> Spared:
+        """The most that others computed already.
 
         At least one token is left to compute: the row of the last one gives the logits.
         """
@@ -447,8 +464,6 @@ class Scheduler:
         if holder is None:
             return self._look_up(request)
         num_prompt = len(request.prompt_token_ids)
-        if holder.num_computed_tokens < num_prompt:
-            return None
         blocks, copied_block = self.pool.split(holder, num_prompt - 1)
         fork = Spared(num_prompt - 1, blocks, copied_block, is_fork=True)
         if not request.output_token_ids:
@@ -579,38 +594,3 @@ class Scheduler:
             num_blocks = self.pool.num_blocks_for(request.num_computed_tokens)
             if len(self.pool.table(request)) < num_blocks:
                 yield f"{num_blocks} blocks were computed, but not all are held: {request}"
-
-
-def slide_window(config: SchedulerConfig, max_model_len: int) -> int | None:
-    """Tokens that stay when a full window slides, half of it by default; None if none slides."""
-    if config.context_overflow == "error":
-        return None
-    return max_model_len // 2 if config.slide_window is None else config.slide_window
-
-
-def check_limits(
-    config: SchedulerConfig,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-    *,
-    keeps_nothing: bool,
-) -> None:
-    """Raise ValueError if the limits contradict one another."""
-    limits = {
-        "--max-model-len": max_model_len,
-        "--max-num-batched-tokens": max_num_batched_tokens,
-    }
-    for name, value in limits.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if keeps_nothing and max_num_batched_tokens < max_model_len:
-        raise ValueError(
-            f"--max-num-batched-tokens {max_num_batched_tokens} must be at least --max-model-len "
-            f"{max_model_len} with --kv-layout recompute, which never splits a request"
-        )
-    window = slide_window(config, max_model_len)
-    if window is not None and not 1 <= window < max_model_len:
-        raise ValueError(
-            f"--slide-window must be between 1 and {max_model_len - 1} (--max-model-len minus 1), "
-            f"got {window}"
-        )
