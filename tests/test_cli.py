@@ -568,7 +568,8 @@ def test_verbose_shows_the_start_up_line(command: Command) -> None:
 def test_stats_without_measured_ceilings_say_what_measures_them(command: Command) -> None:
     result = command.generate("hi", "--stats", "--max-tokens", "5", "--ignore-eos")
     assert result.code == 0
-    first, prefill, decode, together, cache, bandwidth = result.err.splitlines()
+    assert result.err.startswith("\n") == (result.out[-1:] != "\n")  # 2>&1 stays readable
+    first, prefill, decode, together, cache, bandwidth = result.err.strip().splitlines()
     assert re.fullmatch(
         r"first token: [\d,]+ ms from the start, [\d,.]+ ms from the request", first
     )

@@ -173,10 +173,11 @@ def check_range(
         # Its digits would fill the message, and Python prints no more than 4300 of them.
         raise ValueError(f"{name} is too large: got an integer of {value.bit_length()} bits")
     if not low <= value <= high or (isinstance(value, float) and math.isinf(value)):
-        raise ValueError(f"{name} must be {_bounds(low, high)}, got {value}")
+        raise ValueError(f"{name} must be {range_words(low, high)}, got {value}")
 
 
-def _bounds(low: float, high: float) -> str:
+def range_words(low: float, high: float) -> str:
+    """What a finite number in [low, high] is said to be."""
     if high < math.inf:
         return f"between {low} and {high}"
     return f"at least {low}" if low > -math.inf else "finite"

@@ -138,7 +138,10 @@ def generate(
     if stats and done.engine:
         from nanoserve.cli.stats import describe_stats
 
-        typer.echo("\n".join(describe_stats(done.engine, done.first_text_s)), err=True)
+        # Where a pipe took the text, both may yet meet in one place: 2>&1.
+        newline = "\n" if done.is_mid_line else ""
+        lines = describe_stats(done.engine, done.first_text_s)
+        typer.echo(newline + "\n".join(lines), err=True)
     if done.num_broken:
         remark(
             f"{done.num_broken} of {len(wanted)} ended early: the model's logits are not finite "
@@ -227,7 +230,7 @@ def plan(
         ceilings=load_cached_ceilings(device) if ceilings is None else read_ceilings(ceilings),
     )
     if as_json:
-        typer.echo(json.dumps(plan_json(made), indent=2))
+        typer.echo(json.dumps(plan_json(made), indent=2, allow_nan=False))
         return
     for table in plan_tables(made):
         show(table)
@@ -246,7 +249,8 @@ def models(*, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(model) for model in found], indent=2, default=str))
         return
-    table = Table("model", "kind", "size", "revision", "folder", box=box.SIMPLE_HEAD)
+    table = Table("model", "kind", "size", "revision", box=box.SIMPLE_HEAD)
+    table.add_column("folder", overflow="fold")  # a path that was cut short is of no use
     for model in found:
         table.add_row(
             model.name,

@@ -55,11 +55,13 @@ class Generated:
     """What was done: the engine that did it, and when the first text was out (see process_age_s).
 
     `num_broken`: prompts with a choice that ended because the model's logits were not finite.
+    `is_mid_line`: the text ended without a newline, and none was added.
     """
 
     engine: Engine | None
     first_text_s: float | None
     num_broken: int
+    is_mid_line: bool = False
 
 
 def load(engine: EngineOptions, sampling: SamplingOptions) -> tuple[LLM, SamplingParams]:
@@ -113,8 +115,12 @@ class ChoicePrinter:
             self._write("".join(self._held.pop(self._current, [])))
 
     def end(self) -> None:
-        if self._is_terminal and self._last != "\n":
+        if self._is_terminal and self.is_mid_line:
             self._write("\n")
+
+    @property
+    def is_mid_line(self) -> bool:
+        return self._last != "\n"
 
     def _label(self) -> None:
         if self._num_choices > 1:
@@ -143,7 +149,12 @@ def generate_one(prompt: Prompt, engine: EngineOptions, sampling: SamplingOption
                 num_broken += is_broken(delta.output)
     finally:
         printer.end()
-    return Generated(engine=llm.engine, first_text_s=first_text_s, num_broken=num_broken)
+    return Generated(
+        engine=llm.engine,
+        first_text_s=first_text_s,
+        num_broken=num_broken,
+        is_mid_line=printer.is_mid_line,
+    )
 
 
 def text_of(prompt: Prompt, engine: Engine) -> str:

@@ -166,7 +166,10 @@ class EngineOptions:
     ] = _SCHEDULER.slide_window
     strict_context: Annotated[
         bool,
-        _config_option("--strict-context", "Refuse a request that the context would cut short."),
+        _config_option(
+            "--strict-context/--no-strict-context",
+            "Refuse a request that the context would cut short.",
+        ),
     ] = _SCHEDULER.strict_context
     threads: Annotated[
         int | None, _config_option("--threads", "Of the CPU.", "the executor's choice")

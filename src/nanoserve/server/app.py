@@ -8,7 +8,6 @@ Routes only: what a completion does is in `exchange`, who may enter in `front`, 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
@@ -25,12 +24,12 @@ from nanoserve.engine.engine import Engine
 from nanoserve.server import debug, refusals, tokens
 from nanoserve.server.bodies import CHAT_SCHEMA, COMPLETION_SCHEMA, Schema
 from nanoserve.server.bridge import NotServingError
-from nanoserve.server.errors import ApiError
-from nanoserve.server.exchange import SHORT_BODY_BYTES, Exchange
+from nanoserve.server.errors import ApiError, dump
+from nanoserve.server.exchange import Exchange
 from nanoserve.server.front import Front, KeyCheck, Receive, Scope, Send, read_body
 from nanoserve.server.lifecycle import Lifecycle, Stop, settle_heap
 from nanoserve.server.protocol import read_json
-from nanoserve.server.service import Service, make_service
+from nanoserve.server.service import SHORT_BODY_BYTES, Service, make_service
 from nanoserve.server.settings import read_engine_config, read_server_config
 from nanoserve.server.tickets import ClientGoneError
 
@@ -166,12 +165,10 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     ) -> Response:
         raw = await read_body(request.scope, request.receive)
 
-        def respond() -> bytes:
-            return json.dumps(work(read_json(raw), service)).encode()
-
-        loop = asyncio.get_running_loop()
-        is_short = len(raw) <= SHORT_BODY_BYTES
-        content = respond() if is_short else await loop.run_in_executor(service.workers, respond)
+        content = await service.off_loop(
+            lambda: dump(work(read_json(raw), service)).encode(),
+            is_short=len(raw) <= SHORT_BODY_BYTES,
+        )
         return Response(content, media_type="application/json")
 
     @app.post("/tokenize", openapi_extra=takes(tokens.TOKENIZE_SCHEMA))
@@ -243,7 +240,7 @@ def add_error_handlers(app: FastAPI) -> None:
     """Every error in OpenAI's shape, those of the router too."""
 
     def respond(error: ApiError) -> Response:
-        content = json.dumps(error.body()).encode()
+        content = dump(error.body()).encode()
         headers = dict(error.headers)
         return Response(content, error.status, headers, media_type="application/json")
 

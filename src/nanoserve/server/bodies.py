@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoserve.chat import ROLES, Message, MessageError, read_messages
-from nanoserve.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from nanoserve.request import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    range_words,
+)
 from nanoserve.server.errors import ApiError, shown
 
 Schema = dict[str, Any]
@@ -99,13 +105,7 @@ def _within(name: str, value: float, low: float, high: float) -> float:
     # NaN is within nothing, and an infinity only within what excludes no number.
     if low <= value <= high and (isinstance(value, int) or math.isfinite(value)):
         return value
-    raise refusal(name, _range_words(low, high), value)
-
-
-def _range_words(low: float, high: float) -> str:
-    if high == math.inf:
-        return f"at least {low}" if low > -math.inf else "finite"
-    return f"between {low} and {high}"
+    raise refusal(name, range_words(low, high), value)
 
 
 def _limits(low: float, high: float) -> Schema:

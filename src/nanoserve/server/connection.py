@@ -9,13 +9,12 @@ imports this module.
 from __future__ import annotations
 
 import asyncio
-import json
 from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanoserve.server import refusals
-from nanoserve.server.errors import ApiError
+from nanoserve.server.errors import ApiError, dump
 from nanoserve.server.logs import request_id_of
 
 HEAD_S = 60.0
@@ -72,7 +71,7 @@ def is_unanswered(cycle: RequestResponseCycle | None) -> bool:
 
 def whole_response(error: ApiError) -> bytes:
     """An error as it goes over the wire, where no app was asked."""
-    body = json.dumps(error.body())
+    body = dump(error.body())
     return (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"

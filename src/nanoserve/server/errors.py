@@ -7,7 +7,11 @@ request.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+
+dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+"""JSON in ASCII, without a space to spare; ValueError for a number that JSON has not."""
 
 MAX_SHOWN_CHARS = 80
 """Of a client's value in a message."""

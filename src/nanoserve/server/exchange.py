@@ -9,20 +9,19 @@ given back, and with it all that the engine does for it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self
 
 from fastapi import Response
 
 from nanoserve.server import refusals
 from nanoserve.server.bridge import NotServingError, QueueFullError
 from nanoserve.server.engine_thread import Job
-from nanoserve.server.errors import ApiError
+from nanoserve.server.errors import ApiError, dump
 from nanoserve.server.front import (
     SEND_KEY,
     Receive,
@@ -43,11 +42,9 @@ from nanoserve.server.protocol import (
     read_json,
 )
 from nanoserve.server.responses import Writer, error_event
-from nanoserve.server.service import Service
+from nanoserve.server.service import SHORT_BODY_BYTES, Service
 from nanoserve.server.tickets import ClientGoneError, RequestFailedError, Ticket
 from nanoserve.server.visits import visit_of
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +54,6 @@ STALLED_S = 60.0
 """A client that takes nothing for so long gives its place to the next one."""
 PIECE_BYTES = 65_536
 """What is taken at once by a slow client, which is no stalled one."""
-SHORT_BODY_BYTES = 4096
-"""A body up to here is read and tokenised in less time than another thread takes to begin."""
 SHORT_ANSWER_TOKENS = 512
 """The same, for writing an answer; more of them, with log-probabilities, would hold up streams."""
 
@@ -107,8 +102,8 @@ class Exchange(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await read_body(scope, receive)
         ticket = self._ticket = self._admit()
-        call, prepared = await self._off_loop(
-            self._understand, raw, is_short=len(raw) <= SHORT_BODY_BYTES
+        call, prepared = await self._service.off_loop(
+            lambda: self._understand(raw), is_short=len(raw) <= SHORT_BODY_BYTES
         )
         writer = Writer(
             call,
@@ -145,13 +140,6 @@ class Exchange(Response):
         call = read(read_json(raw), self._service.served)
         return call, prepare(call, self._service.tokenizer, self._service.served)
 
-    async def _off_loop(self, work: Callable[..., T], *args: Any, is_short: bool) -> T:
-        """`work(*args)`, in a worker thread unless it is short."""
-        if is_short:
-            return work(*args)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._service.workers, work, *args)
-
     def _submit(self, ticket: Ticket, call: Call, prepared: list[Prepared]) -> None:
         ticket.wants_deltas = call.stream
         jobs = [
@@ -184,8 +172,8 @@ class Exchange(Response):
             len(output.prompt_token_ids) + sum(len(choice.token_ids) for choice in output.outputs)
             for output in outputs
         )
-        body = await self._off_loop(
-            lambda: json.dumps(writer.whole(outputs)).encode(),
+        body = await self._service.off_loop(
+            lambda: dump(writer.whole(outputs)).encode(),
             is_short=num_tokens <= SHORT_ANSWER_TOKENS,
         )
         await send_bytes(send, 200, JSON_HEADERS, body)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -17,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from nanoserve.server import refusals
-from nanoserve.server.errors import ApiError
+from nanoserve.server.errors import ApiError, dump
 from nanoserve.server.logs import describe, request_id_of
 from nanoserve.server.metrics import ServerMetrics
 from nanoserve.server.tickets import ClientGoneError
@@ -170,4 +169,4 @@ async def send_bytes(send: Send, status: int, headers: Mapping[str, str], body: 
 async def send_error(send: Send, error: ApiError) -> None:
     """An error as a whole response."""
     headers = {**error.headers, "content-type": "application/json"}
-    await send_bytes(send, error.status, headers, json.dumps(error.body()).encode())
+    await send_bytes(send, error.status, headers, dump(error.body()).encode())

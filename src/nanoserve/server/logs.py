@@ -7,12 +7,12 @@ lines go to the logger `nanoserve.server`, as its owner has set it up.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import uuid
 
 from nanoserve.config import LogLevel
+from nanoserve.server.errors import dump
 
 PLAIN = re.compile(r"[\w.,:/+@%-]+", re.ASCII)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -27,7 +27,7 @@ def describe(event: str, **values: object) -> str:
 
 def _shown(value: object) -> str:
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    return text if PLAIN.fullmatch(text) else json.dumps(text)
+    return text if PLAIN.fullmatch(text) else dump(text)
 
 
 def request_id_of(given: bytes | None) -> str:

@@ -10,7 +10,6 @@ JSON would let through. What does not change from token to token is written once
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,18 +20,16 @@ from nanoserve.request import (
     RequestOutput,
     TokenLogprob,
 )
-from nanoserve.server.errors import ApiError
+from nanoserve.server.errors import ApiError, dump
 from nanoserve.server.logprobs import ChatLogprobs, CompletionLogprobs, ends_unseen
 from nanoserve.server.protocol import Call, Prepared
 from nanoserve.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
-dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-"""JSON in ASCII, without a space to spare; ValueError for a number that JSON has not."""
-
-_FINISH = {None: "null", FinishReason.STOP: '"stop"', FinishReason.LENGTH: '"length"'}
+_REASONS = {None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """The reasons that an answer can give; whoever calls makes errors of the others."""
+_FINISH = {reason: dump(word) for reason, word in _REASONS.items()}
 
 PromptLogprobs = Sequence[TokenLogprob | None]
 
@@ -188,7 +185,7 @@ class CompletionChoice:
             "logprobs": None
             if self._logprobs is None
             else self._lists(output.logprobs or (), scores, unseen),
-            "finish_reason": json.loads(_FINISH[output.finish_reason]),
+            "finish_reason": _REASONS[output.finish_reason],
         }
         if self._returns_ids:
             choice |= self._ids(output.token_ids, with_prompt=True)
@@ -247,7 +244,7 @@ class ChatChoice:
         choice: dict[str, Any] = {
             "message": {"role": "assistant", "content": output.text, "refusal": None},
             "logprobs": self._entries(output, output.logprobs, always=True),
-            "finish_reason": json.loads(_FINISH[output.finish_reason]),
+            "finish_reason": _REASONS[output.finish_reason],
         }
         if self._returns_ids:
             choice["token_ids"] = list(output.token_ids)

@@ -5,11 +5,14 @@ Nothing here is global: two apps over two engines live side by side in one proce
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from nanoserve import __version__
 from nanoserve.chat import load_chat_template
@@ -21,8 +24,12 @@ from nanoserve.server.protocol import Served
 from nanoserve.server.visits import Visits
 from nanoserve.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 MAX_WORKERS = 2
 """Threads that tokenise and write long answers, beside the engine's and the loop's."""
+SHORT_BODY_BYTES = 4096
+"""A body up to here is read and tokenised in less time than another thread takes to begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +49,31 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        return self.served.model_names[0]
+        return self.metrics.model_name
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
+    async def off_loop(self, work: Callable[[], T], *, is_short: bool) -> T:
+        """`work()`, in a worker thread unless it is short."""
+        if is_short:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work)
+
 
 def make_service(engine: Engine, config: ServerConfig) -> Service:
     """Raises ValueError for a chat template that cannot be read or does not compile."""
     template = config.chat_template
+    model_name = config.served_model_name or public_name(engine.parts.checkpoint.name)
     served = Served.of(
         engine.config,
         engine.spec,
         engine.tokenizer,
-        model_names=(config.served_model_name or public_name(engine.parts.checkpoint.name),),
+        model_names=(model_name,),
         chat_template=None if template is None else load_chat_template(template),
     )
-    metrics = ServerMetrics(served.model_names[0])
+    metrics = ServerMetrics(model_name)
     return Service(
         engine=engine,
         config=config,
