@@ -60,6 +60,21 @@ from nanoserve.bench.findings.batching import (
     transforms_text,
 )
 from nanoserve.bench.findings.ceilings import ceilings_paragraph, ceilings_table
+from nanoserve.bench.findings.graphs import (
+    GraphsFindings,
+    graphs_findings,
+    graphs_numbers,
+    graphs_paragraph,
+    graphs_table,
+)
+from nanoserve.bench.findings.int8 import (
+    Int8Findings,
+    attention_table,
+    flatness_table,
+    int8_findings,
+    int8_numbers,
+    int8_paragraph,
+)
 from nanoserve.bench.findings.interference import (
     InterferenceFindings,
     gap_table,
@@ -100,6 +115,22 @@ from nanoserve.bench.findings.peers import (
     peers_paragraph,
     peers_table,
 )
+from nanoserve.bench.findings.precision import (
+    PrecisionFindings,
+    margin_table,
+    precision_findings,
+    precision_numbers,
+    precision_paragraph,
+    quality_table,
+    speed_table,
+)
+from nanoserve.bench.findings.roofline import (
+    RooflineFindings,
+    roofline_findings,
+    roofline_numbers,
+    roofline_paragraph,
+    roofline_table,
+)
 from nanoserve.bench.findings.serving import (
     ServingFindings,
     cost_table,
@@ -109,9 +140,18 @@ from nanoserve.bench.findings.serving import (
     serving_paragraph,
     throughput_table,
 )
+from nanoserve.bench.format_plots import (
+    draw_graphs,
+    draw_int8,
+    draw_roofline,
+    graphs_plot,
+    int8_plot,
+    roofline_plot,
+)
 from nanoserve.bench.memory_plots import ceilings_plot, draw_ceilings
 from nanoserve.bench.peers_plots import draw_peers, peers_plot
 from nanoserve.bench.plots import PlotData, draw_kvcache, kvcache_plot
+from nanoserve.bench.precision_plots import draw_precision, precision_plot
 from nanoserve.bench.record import Run
 
 if TYPE_CHECKING:
@@ -240,6 +280,41 @@ ARRIVALS: Chapter[ArrivalsFindings] = Chapter(
     numbers=arrivals_numbers,
 )
 
+GRAPHS: Chapter[GraphsFindings] = Chapter(
+    title="How much of decode is dispatch?",
+    conclude=graphs_findings,
+    paragraph=graphs_paragraph,
+    tables={"One decode step on each executor, and what dispatching it should take": graphs_table},
+    pictures={
+        "graphs": Picture(
+            alt="each executor's step as a share of the eager one, and the dispatch in that",
+            data=graphs_plot,
+            draw=draw_graphs,
+        )
+    },
+    numbers=graphs_numbers,
+)
+
+INT8: Chapter[Int8Findings] = Chapter(
+    title="Is the dequantise-on-read cost gone?",
+    conclude=int8_findings,
+    paragraph=int8_paragraph,
+    tables={
+        "Attention of all layers, and the whole step, by what the cache is kept in": (
+            attention_table
+        ),
+        "A step of one sequence at a short and at a long context": flatness_table,
+    },
+    pictures={
+        "int8_attention": Picture(
+            alt="time of attention by context and cache, and int8 over float32 by shape",
+            data=int8_plot,
+            draw=draw_int8,
+        )
+    },
+    numbers=int8_numbers,
+)
+
 INTERFERENCE: Chapter[InterferenceFindings] = Chapter(
     title="What does a long prompt cost the others?",
     conclude=interference_findings,
@@ -300,6 +375,40 @@ PEERS: Chapter[PeerFindings] = Chapter(
     numbers=peers_numbers,
 )
 
+PRECISION: Chapter[PrecisionFindings] = Chapter(
+    title="fp32, fp16, bf16, int8 weights, int8 KV: what is the price?",
+    conclude=precision_findings,
+    paragraph=precision_paragraph,
+    tables={
+        "Quality on held-out text, against float32": quality_table,
+        "Memory, and the decode step by batch": speed_table,
+        "Positions at which the next token is float32's, by its top-two margin": margin_table,
+    },
+    pictures={
+        "precision": Picture(
+            alt="divergence and speed of each format, and agreement by float32's margin",
+            data=precision_plot,
+            draw=draw_precision,
+        )
+    },
+    numbers=precision_numbers,
+)
+
+ROOFLINE: Chapter[RooflineFindings] = Chapter(
+    title="How far from the limit?",
+    conclude=roofline_findings,
+    paragraph=roofline_paragraph,
+    tables={"A decode step against the time of its bytes, by format and batch": roofline_table},
+    pictures={
+        "roofline": Picture(
+            alt="operations per second by intensity under the machine's roofs, by format and batch",
+            data=roofline_plot,
+            draw=draw_roofline,
+        )
+    },
+    numbers=roofline_numbers,
+)
+
 SERVING: Chapter[ServingFindings] = Chapter(
     title="What does HTTP cost on top of the engine?",
     conclude=serving_findings,
@@ -324,10 +433,14 @@ CHAPTERS: Mapping[str, Chapter[Any]] = {
     "batch": BATCH,
     "batching": BATCHING,
     "arrivals": ARRIVALS,
+    "graphs": GRAPHS,
+    "int8": INT8,
     "interference": INTERFERENCE,
     "memory": MEMORY,
     "overhead": OVERHEAD,
     "peers": PEERS,
+    "precision": PRECISION,
+    "roofline": ROOFLINE,
     "serving": SERVING,
     "ceilings": CEILINGS,
 }

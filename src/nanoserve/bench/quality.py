@@ -1,82 +1,33 @@
-"""What a number format costs in quality: perplexity on held-out text, agreement with a reference.
+"""What a number format costs in quality, position by position, on text the model never saw.
 
-Teacher-forced: every window of the text is scored as one prompt by the engine itself, so all
-formats read the same tokens, through the same steps and the cache that would serve them. Windows
-are compared token by token, which makes differences far smaller than the text's own spread visible.
-
-    python -m nanoserve.bench.quality --model mini --windows 128
+Teacher-forced: every window of the text is one step of the engine itself, so all formats read the
+same tokens through the steps and the cache that would serve them, and each position's logits are
+held against the reference's. A difference at one position is far smaller than the text's own
+spread, which is why everything here is compared before it is averaged. `bench precision` measures
+and records it.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+from numpy.typing import NDArray
 
-from nanoserve.llm import LLM
+from nanoserve.engine.batch import PARTS, RowSampling, StepBatch, pack_batch
+from nanoserve.engine.engine import Engine
 from nanoserve.request import SamplingParams
 from nanoserve.tokenizer import Tokenizer
 
-REFERENCE = "float32"
+MARGINS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Lower edges of the bins in which agreement is counted, by the reference's margin in nats."""
 
-FORMATS: dict[str, dict[str, Any]] = {
-    REFERENCE: {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "KV bfloat16": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
-    "KV float16": {"dtype": "float32", "kv_cache_dtype": "float16"},
-    "KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
-    "int8-weight-only": {"quantization": "int8-weight-only"},
-    "int8": {"quantization": "int8"},
-    "int8, KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
-    "int4": {"quantization": "int4"},
-    "int4, KV int8": {"quantization": "int4", "kv_cache_dtype": "int8"},
-}
-"""Options of `LLM` for each format that the native executor has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What a model made of a text, token by token: nats for each token, and its own first choice.
-
-    The first token of each window has no prediction and is left out.
-    """
-
-    logprobs: tuple[float, ...]
-    choices: tuple[int, ...]
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the mean negative log-probability of a token."""
-        return exponential(-statistics.fmean(self.logprobs))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quality:
-    """One format against the reference.
-
-    `increase` is how much higher its perplexity is, as a share (0.005: half a per cent), and
-    `uncertainty` the standard error of that, from the differences of single tokens. `agreement` is
-    the share of positions at which both choose the same next token.
-    """
-
-    num_tokens: int
-    perplexity: float
-    increase: float
-    uncertainty: float
-    agreement: float
-
-
-def exponential(nats: float) -> float:
-    """exp, infinite where a float cannot hold it: a broken model's perplexity is no error."""
-    return math.exp(nats) if nats < 709.0 else math.inf
+Float64 = NDArray[np.float64]
 
 
 def heldout_text() -> str:
@@ -98,117 +49,250 @@ def cut_windows(tokenizer: Tokenizer, text: str, num_windows: int, length: int) 
     if stride < length:
         raise ValueError(
             f"{num_windows} windows of {length} tokens do not fit into a text of {len(ids)}: "
-            "use fewer (--windows) or shorter ones (--length)"
+            "use fewer or shorter ones"
         )
     return [ids[start : start + length] for start in range(0, stride * num_windows, stride)]
 
 
-def read(llm: LLM, windows: Sequence[Sequence[int]]) -> Reading:
-    """Score every window. Raises ValueError for one longer than the model's context."""
-    scored = [
-        token
-        for output in llm.generate(list(windows), SamplingParams(max_tokens=0, prompt_logprobs=1))
-        for token in (output.prompt_logprobs or ())
-        if token is not None
-    ]
-    return Reading(
-        logprobs=tuple(token.logprob for token in scored),
-        choices=tuple(token.top[0][0] for token in scored),
+# --- reading --------------------------------------------------------------------------------------
+
+
+def scoring_batch(window: Sequence[int], start: int, stop: int) -> StepBatch:
+    """Positions `start` to `stop` of one window, in block 0 of a contiguous cache that holds those
+    before: every row's logits, each scoring the token that comes next.
+    """
+    num_tokens = stop - start
+    parts: dict[str, list[int]] = {
+        "token_ids": list(window[start:stop]),
+        "positions": list(range(start, stop)),
+        "slot_mapping": list(range(start, stop)),
+        "query_starts": [0, num_tokens],
+        "context_lens": [stop],
+        "logit_rows": list(range(num_tokens)),
+        "targets": list(window[start + 1 : stop + 1]),
+        "block_copies": [],
+        "block_tables": [0],
+    }
+    scored = RowSampling(params=SamplingParams(), prompt_token_ids=(), output_token_ids=())
+    return pack_batch(
+        [parts[name] for name in PARTS],
+        table_width=1,
+        sampling=(scored,) * num_tokens,
+        draws=[0.0] * num_tokens,
     )
 
 
-def compare(reference: Reading, reading: Reading) -> Quality:
-    """`reading` against `reference`, which must be of the same text.
+def read_logits(
+    engine: Engine, window: Sequence[int], *, step_tokens: int | None = None
+) -> NDArray[np.float32]:
+    """Logits [N - 1, V] of a window: of all positions but the last, which has nothing to predict.
 
-    Raises ValueError for fewer than two tokens each, or not as many.
+    In one step, or in steps of `step_tokens`. The engine's layout is contiguous.
     """
-    num_read = (len(reference.logprobs), len(reading.logprobs))
-    if min(num_read) < 2 or len(set(num_read)) > 1:
-        raise ValueError(
-            f"two readings of the same 2 tokens or more are compared, got {num_read[0]} and "
-            f"{num_read[1]} tokens (--windows, --length; a logit that is not finite ends a reading)"
-        )
-    differences = [
-        before - after for before, after in zip(reference.logprobs, reading.logprobs, strict=True)
+    last = len(window) - 1
+    size = step_tokens or last
+    steps = [
+        scoring_batch(window, start, min(start + size, last)) for start in range(0, last, size)
     ]
-    ratio = exponential(statistics.fmean(differences))
-    same = sum(a == b for a, b in zip(reference.choices, reading.choices, strict=True))
+    found = [engine.executor.execute_with_logits(step)[1] for step in steps]
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def log_softmax(logits: NDArray[np.float32]) -> Float64:
+    """[N, V] in nats."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Positions:
+    """A format against the reference at N positions, one value each.
+
+    `margin`: how far the reference's best logit is above its second; `error`: the largest
+    difference of any logit, once what all have in common (which changes no probability) is taken
+    off; `divergence`: KL(reference | format) in nats.
+    """
+
+    reference_logprob: Float64
+    logprob: Float64
+    margin: Float64
+    error: Float64
+    divergence: Float64
+    agrees: NDArray[np.bool_]
+
+    @classmethod
+    def join(cls, parts: Sequence[Positions]) -> Positions:
+        """One after another."""
+        return cls(
+            **{
+                name: np.concatenate([getattr(part, name) for part in parts])
+                for name in cls.__dataclass_fields__
+            }
+        )
+
+
+class Reference:
+    """What the reference makes of one window: worked out once, whatever is held against it."""
+
+    def __init__(self, logits: NDArray[np.float32], targets: Sequence[int]) -> None:
+        self._targets = np.array(targets)
+        self._places = np.arange(len(targets))
+        self.logprobs = log_softmax(logits)
+        self._probabilities = np.exp(self.logprobs)
+        self._choices = logits.argmax(axis=-1)
+        top = np.partition(logits, -2, axis=-1)[:, -2:].astype(np.float64)
+        self._margin = top[:, 1] - top[:, 0]
+
+    def compare(self, logits: NDArray[np.float32]) -> Positions:
+        """Of the same window in another format."""
+        logprobs = log_softmax(logits)
+        differences = logprobs - self.logprobs
+        spread = differences.max(axis=-1) - differences.min(axis=-1)
+        divergence = -(self._probabilities * differences).sum(axis=-1)
+        return Positions(
+            reference_logprob=self.logprobs[self._places, self._targets],
+            logprob=logprobs[self._places, self._targets],
+            margin=self._margin,
+            error=spread / 2,
+            divergence=np.maximum(divergence, 0.0),
+            agrees=logits.argmax(axis=-1) == self._choices,
+        )
+
+
+# --- what is concluded ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarginBin:
+    """Positions whose margin is `low` or more, below the next bin's, and how many of them agree."""
+
+    low: float
+    num_positions: int
+    num_agreeing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """A format against the reference.
+
+    `increase` is how much higher its perplexity is, as a share (0.005: half a per cent), and
+    `uncertainty` the standard error of that, from the differences of single tokens. Errors are of
+    logits, divergences in nats. `num_unexplained` counts disagreements at a margin of twice the
+    error there or more, which no rounding accounts for.
+    """
+
+    num_positions: int
+    perplexity: float
+    increase: float
+    uncertainty: float
+    num_disagreeing: int
+    num_unexplained: int
+    widest_disagreement: float
+    divergence: float
+    median_error: float
+    largest_error: float
+    bins: tuple[MarginBin, ...]
+
+    @property
+    def agreement(self) -> float:
+        """Share of positions at which both choose the same next token."""
+        return 1 - self.num_disagreeing / self.num_positions
+
+    @property
+    def is_identical(self) -> bool:
+        return self.largest_error == 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Quality:
+        return cls(**{**values, "bins": tuple(MarginBin(**found) for found in values["bins"])})
+
+
+def exponential(nats: float) -> float:
+    """exp, infinite where a float cannot hold it: a broken model's perplexity is no error."""
+    return math.exp(nats) if nats < 709.0 else math.inf
+
+
+def conclude(found: Positions) -> Quality:
+    """Raises ValueError for fewer than two positions, which have no uncertainty."""
+    num_positions = len(found.margin)
+    if num_positions < 2:
+        raise ValueError(f"2 positions or more are compared, got {num_positions}")
+    lost = (found.reference_logprob - found.logprob).tolist()
+    ratio = exponential(statistics.fmean(lost))
+    disagrees = ~found.agrees
     return Quality(
-        num_tokens=len(differences),
-        perplexity=reading.perplexity,
+        num_positions=num_positions,
+        perplexity=exponential(-float(found.logprob.mean())),
         increase=ratio - 1.0,
-        uncertainty=ratio * statistics.stdev(differences) / math.sqrt(len(differences)),
-        agreement=same / len(differences),
+        uncertainty=ratio * statistics.stdev(lost) / math.sqrt(num_positions),
+        num_disagreeing=int(disagrees.sum()),
+        num_unexplained=count_unexplained(found),
+        widest_disagreement=float(found.margin[disagrees].max(initial=0.0)),
+        divergence=float(found.divergence.mean()),
+        median_error=float(np.median(found.error)),
+        largest_error=float(found.error.max()),
+        bins=bin_margins(found),
     )
 
 
-def measure(
-    model: str,
-    formats: Mapping[str, Mapping[str, Any]],
-    *,
-    num_windows: int,
-    length: int,
-    **options: Any,
-) -> dict[str, Quality]:
-    """The quality of each format by its name; the first is the reference of all.
+def count_unexplained(found: Positions) -> int:
+    """Disagreements that the error of the logits does not account for.
 
-    `options` are of `LLM` and the same for every format. Raises ValueError as `LLM` and
-    `cut_windows` do.
+    To overtake the best, another logit must gain on it what it was behind, at least the margin; two
+    logits that are each off by the error at most change places only below twice that.
     """
-    qualities: dict[str, Quality] = {}
-    reference: Reading | None = None
-    windows: list[list[int]] | None = None
-    for name, chosen in formats.items():
-        llm = LLM(model, **options, **chosen)
-        try:
-            windows = windows or cut_windows(llm.tokenizer, heldout_text(), num_windows, length)
-            reading = read(llm, windows)
-        finally:
-            llm.engine.executor.close()
-        reference = reference or reading
-        qualities[name] = compare(reference, reading)
-    return qualities
+    rounding = 1e-9 * (1 + np.abs(found.margin))
+    return int((~found.agrees & (found.margin > 2 * found.error + rounding)).sum())
 
 
-def quality_table(qualities: Mapping[str, Quality]) -> Table:
-    """One line a format."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for head in ("format", "perplexity", "against the first", "same next token"):
-        table.add_column(head, justify="left" if head == "format" else "right")
-    for name, quality in qualities.items():
-        increase, uncertainty = 100 * quality.increase, 100 * quality.uncertainty
-        table.add_row(
-            name,
-            f"{quality.perplexity:.3f}",
-            f"{increase:+.3f} % ± {uncertainty:.3f}",
-            f"{100 * quality.agreement:.2f} %",
+def bin_margins(found: Positions) -> tuple[MarginBin, ...]:
+    """Agreement by the reference's margin."""
+    places = np.searchsorted(MARGINS, found.margin, side="right") - 1
+    return tuple(
+        MarginBin(
+            low=low,
+            num_positions=int((places == place).sum()),
+            num_agreeing=int(found.agrees[places == place].sum()),
         )
-    return table
+        for place, low in enumerate(MARGINS)
+    )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Every format on the held-out text; 2 for a request that cannot be honoured."""
-    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.quality")
-    parser.add_argument("--model", default="mini")
-    parser.add_argument("--windows", type=int, default=128, help="how many pieces of the text")
-    parser.add_argument("--length", type=int, default=512, help="tokens of each")
-    parser.add_argument("--threads", type=int, default=None)
-    given = parser.parse_args(arguments)
-    try:
-        qualities = measure(
-            given.model,
-            FORMATS,
-            num_windows=given.windows,
-            length=given.length,
-            executor="native",
-            threads=given.threads,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Texts that a format wrote on its own, against the reference's from the same prompts.
+
+    `first` is the place of the first token that differs in each text, None where none of
+    `num_tokens` does.
+    """
+
+    num_tokens: int
+    first: tuple[int | None, ...]
+
+    @property
+    def num_equal(self) -> int:
+        return sum(place is None for place in self.first)
+
+    @property
+    def median_equal(self) -> float:
+        """Tokens until a text is another one, counting those that never are with their length."""
+        return statistics.median(
+            self.num_tokens if place is None else place for place in self.first
         )
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    Console(highlight=False).print(quality_table(qualities))
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def first_differences(
+    texts: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]
+) -> Divergence:
+    """Where each text leaves the reference's."""
+    first = tuple(
+        next((place for place, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
+        for mine, theirs in zip(texts, reference, strict=True)
+    )
+    return Divergence(num_tokens=len(reference[0]), first=first)

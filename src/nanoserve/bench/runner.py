@@ -13,7 +13,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -28,18 +28,30 @@ from nanoserve.bench.experiments import (
     batch,
     batching,
     ceilings,
+    graphs,
+    int8,
     interference,
     kvcache,
     memory,
     overhead,
     peers,
+    precision,
+    roofline,
     serving,
 )
 from nanoserve.bench.findings import Table, duration_text
+from nanoserve.bench.formats import refuse_formats
 from nanoserve.bench.measure import now_s
 from nanoserve.bench.record import Run
 from nanoserve.bench.session import Options, Screen
-from nanoserve.config import Device, DtypeOption, ExecutorName, LoadFormat
+from nanoserve.config import (
+    CacheDtype,
+    Device,
+    DtypeOption,
+    ExecutorName,
+    LoadFormat,
+    Quantization,
+)
 from nanoserve.engine.engine import StepError
 
 ALL, COMPARE = "all", "compare"
@@ -58,6 +70,7 @@ class Experiment:
     question: str
     measure: Callable[[Options, Screen], Run]
     show: Callable[[Run, Options, Screen], None]
+    takes_formats: bool = True  # --quantization and --kv-cache-dtype; else it has its own, or none
 
 
 def show_tables(run: Run, screen: Screen) -> None:
@@ -93,17 +106,41 @@ def show_void(run: Run, reason: str, screen: Screen) -> None:
 
 
 EXPERIMENTS = {
-    "ceilings": Experiment(question=ceilings.QUESTION, measure=ceilings.measure, show=show_chapter),
+    "ceilings": Experiment(
+        question=ceilings.QUESTION,
+        measure=ceilings.measure,
+        show=show_chapter,
+        takes_formats=False,
+    ),
     "kvcache": Experiment(question=kvcache.QUESTION, measure=kvcache.measure, show=show_chapter),
     "batch": Experiment(question=batch.QUESTION, measure=batch.measure, show=show_chapter),
     "batching": Experiment(question=batching.QUESTION, measure=batching.measure, show=show_chapter),
     "arrivals": Experiment(question=arrivals.QUESTION, measure=arrivals.measure, show=show_chapter),
+    "graphs": Experiment(
+        question=graphs.QUESTION, measure=graphs.measure, show=show_chapter, takes_formats=False
+    ),
+    "int8": Experiment(
+        question=int8.QUESTION, measure=int8.measure, show=show_chapter, takes_formats=False
+    ),
     "interference": Experiment(
         question=interference.QUESTION, measure=interference.measure, show=show_chapter
     ),
-    "memory": Experiment(question=memory.QUESTION, measure=memory.measure, show=show_chapter),
+    "memory": Experiment(
+        question=memory.QUESTION, measure=memory.measure, show=show_chapter, takes_formats=False
+    ),
     "overhead": Experiment(question=overhead.QUESTION, measure=overhead.measure, show=show_chapter),
-    "peers": Experiment(question=peers.QUESTION, measure=peers.measure, show=show_chapter),
+    "peers": Experiment(
+        question=peers.QUESTION, measure=peers.measure, show=show_chapter, takes_formats=False
+    ),
+    "precision": Experiment(
+        question=precision.QUESTION,
+        measure=precision.measure,
+        show=show_chapter,
+        takes_formats=False,
+    ),
+    "roofline": Experiment(
+        question=roofline.QUESTION, measure=roofline.measure, show=show_chapter, takes_formats=False
+    ),
     "serving": Experiment(question=serving.QUESTION, measure=serving.measure, show=show_chapter),
 }
 
@@ -150,6 +187,8 @@ def run(names: Sequence[str], options: Options, screen: Screen | None = None) ->
 def measure_and_show(name: str, options: Options, screen: Screen) -> Run:
     """One experiment; its run. Raises what it raises, a void run shown before."""
     experiment = EXPERIMENTS[name]
+    if not experiment.takes_formats:
+        refuse_formats(replace(options, dtype="auto"), name)
     screen.show(Text.assemble((name, "bold"), f": {experiment.question}"))
     try:
         finished = experiment.measure(options, screen)
@@ -243,6 +282,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--device", choices=get_args(Device), default=Options().device)
     made.add_argument("--dtype", choices=get_args(DtypeOption), default=Options().dtype)
+    made.add_argument(
+        "--quantization", choices=get_args(Quantization), help="default: weights in --dtype"
+    )
+    made.add_argument("--kv-cache-dtype", choices=get_args(CacheDtype), help="default: as --dtype")
     made.add_argument("--executor", choices=get_args(ExecutorName), default=Options().executor)
     made.add_argument("--threads", type=int, help="default: the executor's choice")
     made.add_argument("--quick", action="store_true", help="at most 40 s each on two cores")
