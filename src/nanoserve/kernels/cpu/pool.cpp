@@ -43,6 +43,7 @@ bool spin_until(Ready ready) {
       if (ready()) return true;
       pause();
     }
+    std::this_thread::yield();  // who is waited for may stand behind us, if another program runs
   } while (std::chrono::steady_clock::now() - start < kSpin);
   return false;
 }
