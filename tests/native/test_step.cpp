@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -345,6 +346,22 @@ void test_refusals(const Shape& shape) {
   CHECK(same_bits(before, whole(engine, shape.positions)), "a refused step changed something");
 }
 
+// More tokens than a step holds in flight at once, and up to the longest context of GPT-2.
+void test_long_contexts(Digest& digest) {
+  const Shape shape{24, 1024, 16, 1, 2, 16, NS_SILU, true};
+  for (const auto& [weights, cache] : {std::pair{NS_W_FLOAT32, NS_FLOAT32},
+                                       std::pair{NS_W_BFLOAT16, NS_BFLOAT16},
+                                       std::pair{NS_W_INT8, NS_INT8}}) {
+    const Choice one{weights, cache, 16, 1, 0}, two{weights, cache, 24, 2, 0};
+    Engine engine(shape, one), other(shape, two);
+    const auto reference = whole(engine, shape.positions);
+    digest.add(reference);
+    engine.poison();
+    compare("one slice after another", one, chunked(engine, shape.positions, 100), reference);
+    compare("token by token", two, chunked(other, shape.positions, 1), reference);
+  }
+}
+
 void test_weights_are_strict(const Shape& shape) {
   NsConfig config{};
   char error[256] = "";
@@ -421,13 +438,7 @@ int main() {
     for (int weights : {NS_W_FLOAT32, NS_W_BFLOAT16, NS_W_INT8, NS_W_INT8_ONLY, NS_W_INT4})
       for (int cache : {NS_FLOAT32, NS_BFLOAT16, NS_FLOAT16, NS_INT8})
         if (weights <= NS_W_BFLOAT16 || cache == NS_INT8) test_ways(shape, weights, cache, digest);
-  // More tokens than a step holds in flight at once.
-  const Shape longer{24, 520, 16, 1, 2, 16, NS_SILU, true};
-  Engine engine(longer, Choice{});
-  const auto reference = whole(engine, longer.positions);
-  digest.add(reference);
-  engine.poison();
-  compare("one slice after another", Choice{}, chunked(engine, longer.positions, 100), reference);
+  test_long_contexts(digest);
   test_refusals(shapes[1]);
   test_weights_are_strict(shapes[1]);
   test_closed(shapes[1]);
