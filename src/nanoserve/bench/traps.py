@@ -51,8 +51,8 @@ def prefill_as_decode(findings: Findings) -> list[str]:
     return [
         f"Here one prefill of {longest.prefill_tokens:,} tokens takes "
         f"{milliseconds(longest.prefill.median)} ms, as long as "
-        f"{longest.prefill.median / longest.cached.median:.0f} cached steps: whoever writes "
-        "that many tokens and divides by all the time reports half the speed."
+        f"{longest.prefill.median / longest.cached.median:.0f} cached steps: an answer of so many "
+        "tokens, divided by all of its time, shows half the speed of decoding."
         for found in first(findings, "kvcache")
         for longest in [found.longest]
         if longest.prefill is not None
