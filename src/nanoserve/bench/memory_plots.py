@@ -1,7 +1,7 @@
 """Plot of memory against concurrency: every probe, the model's lines, the limit they run into.
 
 As in `plots`: `ceilings_plot` turns findings into plain values, `draw_ceilings` turns those values
-into a figure and knows nothing else. A precision of K and V has its colour everywhere.
+into a figure and knows nothing else. To the left a colour is an arm, to the right a term.
 """
 
 from __future__ import annotations
