@@ -46,7 +46,7 @@ from nanoserve.cli.terminal import (
     remark,
     show,
 )
-from nanoserve.config import EngineConfig, QuantizationOption
+from nanoserve.config import QuantizationOption
 
 DEFAULTS = EngineOptions()
 
@@ -209,25 +209,17 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what fits into a memory, and how fast a step should be; nothing is loaded."""
-    from nanoserve.bench.machine import load_cached_ceilings
-    from nanoserve.cli.plan import read_ceilings
-    from nanoserve.engine.build import available_memory_bytes, resolve_device, resolve_dtype
-    from nanoserve.model.hub import find
-    from nanoserve.model.weights import load_model_config
-    from nanoserve.planner.memory import parse_bytes
-    from nanoserve.planner.plan import make_plan, plan_json, plan_tables
+    from nanoserve.cli.plan import plan_asked_for
+    from nanoserve.planner.plan import plan_json, plan_tables
 
-    memory_bytes = available_memory_bytes() if gpu_memory is None else parse_bytes(gpu_memory)
-    device = resolve_device("auto" if gpu_memory is None else "cuda")
-    made = make_plan(
+    made = plan_asked_for(
         model,
-        load_model_config(find(model, load_format="dummy")),
-        memory_bytes=memory_bytes,
+        gpu_memory=gpu_memory,
         context=context,
-        dtype=resolve_dtype(EngineConfig(dtype=dtype), device),
-        kv_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
-        quantization=None if quantization == "none" else quantization,
-        ceilings=load_cached_ceilings(device) if ceilings is None else read_ceilings(ceilings),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        quantization=quantization,
+        ceilings=ceilings,
     )
     if as_json:
         typer.echo(json.dumps(plan_json(made), indent=2, allow_nan=False))

@@ -1,7 +1,7 @@
-"""`nanoserve plan`: the ceilings it may be given, read from what a person or `bench` wrote.
+"""`nanoserve plan`: from what was typed to a plan.
 
-A file holds either the three numbers as one JSON object, as anybody can type them for a machine
-that is not at hand, or the records of `nanoserve bench ceilings`.
+Ceilings may be given in a file: either the three numbers as one JSON object, as anybody can type
+them for a machine that is not at hand, or the records of `nanoserve bench ceilings`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,45 @@ import json
 from pathlib import Path
 
 from nanoserve.bench.findings import ceilings_of
+from nanoserve.bench.machine import load_cached_ceilings
 from nanoserve.bench.record import read_runs
+from nanoserve.config import DtypeOption, EngineConfig
+from nanoserve.engine.build import available_memory_bytes, resolve_device, resolve_dtype
+from nanoserve.model.hub import find
+from nanoserve.model.weights import load_model_config
+from nanoserve.planner.memory import parse_bytes
+from nanoserve.planner.plan import Plan, make_plan
 from nanoserve.planner.steptime import Ceilings
 
 CEILINGS_FORM = (
     'an object such as {"read_bytes_per_s": 3e12, "matmul_flops_per_s": {"float16": 8e14}, '
     '"dispatch_s": 5e-6}, or records of `nanoserve bench ceilings`'
 )
+
+
+def plan_asked_for(
+    model: str,
+    *,
+    gpu_memory: str | None,
+    context: int | None,
+    dtype: DtypeOption,
+    kv_cache_dtype: str,
+    quantization: str,
+    ceilings: Path | None,
+) -> Plan:
+    """The plan of what was typed; no weight is read. Raises ValueError naming the option."""
+    memory_bytes = available_memory_bytes() if gpu_memory is None else parse_bytes(gpu_memory)
+    device = resolve_device("auto" if gpu_memory is None else "cuda")
+    return make_plan(
+        model,
+        load_model_config(find(model, load_format="dummy")),
+        memory_bytes=memory_bytes,
+        context=context,
+        dtype=resolve_dtype(EngineConfig(dtype=dtype), device),
+        kv_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
+        quantization=None if quantization == "none" else quantization,
+        ceilings=load_cached_ceilings(device) if ceilings is None else read_ceilings(ceilings),
+    )
 
 
 def read_ceilings(path: Path) -> Ceilings:
