@@ -32,13 +32,16 @@ from nanoserve.bench.experiments import serving
 from nanoserve.bench.findings.serving import (
     beyond_engine_s,
     cost_table,
+    delivery_sentence,
     delivery_table,
     serving_findings,
     serving_numbers,
     serving_paragraph,
     throughput_table,
+    verdict,
 )
 from nanoserve.bench.measure import Rules
+from nanoserve.bench.metrics import describe
 from nanoserve.bench.proxies import SilentExecutor
 from nanoserve.bench.record import Run
 from nanoserve.bench.served import Readings, parse_metrics, readings, total, within_s
@@ -592,6 +595,42 @@ def test_what_the_server_lived_through_is_told(
     numbers = serving_numbers(findings)
     assert numbers["share"] == "80%"
     assert numbers["delivery_streams"] == "4"
+
+
+@pytest.mark.parametrize(
+    "values, noise, is_least, expected",
+    [
+        ((0.95, 0.95, 0.96), 0.01, True, "which reaches the goal of G"),
+        ((0.95, 0.95, 0.96), 0.2, True, "too near to the goal of G to be told from it here"),
+        ((0.80, 0.98, 0.99), 0.01, True, "too near to the goal of G to be told from it here"),
+        ((0.70, 0.75, 0.76), 0.01, True, "which misses the goal of G"),
+        ((0.70, 0.75, 0.76), 0.01, False, "which reaches the goal of G"),
+        ((0.95, 0.95, 0.96), 0.01, False, "which misses the goal of G"),
+        ((0.95, 0.95, 0.96), None, True, "too few repetitions to hold it to the goal of G"),
+    ],
+)
+def test_a_goal_is_claimed_only_beyond_the_noise(
+    values: tuple[float, ...], noise: float | None, is_least: bool, expected: str
+) -> None:
+    measured = describe([value for value in values for _ in range(3)])
+    assert verdict(measured, 0.9, "G", noise=noise, is_least=is_least) == expected
+    assert verdict(describe(values), 0.9, "G", noise=0.0).startswith("too few repetitions")
+
+
+def test_the_verdict_on_the_wire_stands_before_the_worst_repetition(
+    measured: Callable[..., tuple[Run, FakeServer]],
+) -> None:
+    point = replace(serving_findings(measured()[0]).lightest, worst_p99=0.02)
+    assert delivery_sentence(point).endswith(
+        "within 2.00 ms of their birth, which reaches the goal of 10.0 ms (in the worst "
+        "repetition within 20.0 ms). "
+    )
+
+
+def test_a_share_is_said_to_be_paired(measured: Callable[..., tuple[Run, FakeServer]]) -> None:
+    """The two medians beside it may have another ratio."""
+    text = serving_paragraph(serving_findings(measured()[0]))
+    assert "(medians over all rounds). Paired inside a round the former is 80.0%" in text
 
 
 def test_what_is_left_behind_is_said(measured: Callable[..., tuple[Run, FakeServer]]) -> None:

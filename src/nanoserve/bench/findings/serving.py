@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nanoserve.bench.findings import (
     Table,
+    aa_from_record,
     machine_name,
     milliseconds,
     noise_sentence,
@@ -186,7 +187,8 @@ def read_endurance(record: Record) -> Endurance:
 
 def throughput_table(findings: ServingFindings) -> Table:
     """Every load: tokens per second offline and through HTTP, and the latter's share."""
-    heads = ["streams", "tokens each", "offline tok/s", "HTTP tok/s", "share", "95 %", "predicted"]
+    heads = ["streams", "tokens each", "offline tok/s", "HTTP tok/s"]
+    heads += ["share, paired", "95 %", "predicted"]
     return heads, [
         [
             str(point.streams),
@@ -244,33 +246,64 @@ def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:,.0f}"
 
 
-def verdict(reached: bool, goal: str) -> str:
-    return f"{'reaches' if reached else 'misses'} the goal of {goal}"
+def verdict(
+    measured: Distribution, goal: float, words: str, *, noise: float | None, is_least: bool = False
+) -> str:
+    """Whether `goal`, the most (or with `is_least` the least) it may be, is reached.
+
+    Nothing is claimed where the goal lies in the median's interval, or is nearer than the noise.
+    """
+    if noise is None or measured.interval is None:
+        return f"too few repetitions to hold it to the goal of {words}"
+    if goal in measured.interval or abs(measured.median / goal - 1) <= noise:
+        return f"too near to the goal of {words} to be told from it here"
+    reached = (measured.median > goal) == is_least
+    return f"which {'reaches' if reached else 'misses'} the goal of {words}"
+
+
+def noise_of(run: Run) -> float | None:
+    """The smallest relative difference that may be claimed; None: it is not known."""
+    return aa_from_record(run.checks[-1]).smallest_effect
 
 
 def delivery_sentence(point: LoadPoint) -> str:
-    """How soon a token is on the wire."""
+    """How soon a token is on the wire. Bounds of buckets are counts: no A/A noise is in them."""
     if point.delivery_p99 is None or point.worst_p99 is None:
         median_ms = milliseconds(point.delivery_p50.median)
         return f"Half of the tokens are on the wire within {median_ms} ms of their birth. "
     p99 = point.delivery_p99.median
-    goal = verdict(p99 <= GOAL_DELIVERY_S, f"{milliseconds(GOAL_DELIVERY_S)} ms")
+    words = f"{milliseconds(GOAL_DELIVERY_S)} ms"
+    goal = verdict(point.delivery_p99, GOAL_DELIVERY_S, words, noise=0.0)
     return (
         f"With {point.streams} streams 99 % of the tokens are on the wire within "
-        f"{milliseconds(p99)} ms of their birth, in the worst repetition within "
-        f"{milliseconds(point.worst_p99)} ms, which {goal}. "
+        f"{milliseconds(p99)} ms of their birth, {goal} (in the worst repetition within "
+        f"{milliseconds(point.worst_p99)} ms). "
     )
 
 
-def cost_sentence(point: LoadPoint) -> str:
+def share_sentence(point: LoadPoint, noise: float | None) -> str:
+    """What is left of the throughput. The share is a median of ratios inside rounds, which the two
+    medians beside it need not have."""
+    goal = verdict(point.share, GOAL_SHARE, f"{GOAL_SHARE:.0%}", noise=noise, is_least=True)
+    return (
+        f"{point.streams} streams through HTTP get {point.http_tokens_per_s:,.0f} tokens/s, the "
+        f"same engine offline gives {point.offline_tokens_per_s:,.0f} (medians over all rounds). "
+        f"Paired inside a round the former is {point.share.median:.1%} of the latter, in the "
+        f"median (95 %: {share_interval(point.share)}; predicted from processor time: "
+        f"{point.predicted_share:.1%}), {goal}. "
+    )
+
+
+def cost_sentence(point: LoadPoint, noise: float | None) -> str:
     """What a streamed token costs, and whom."""
     whose = "" if point.threads == 1 else " on its event loop"
     added = point.engine_http.median - point.engine_offline.median
-    goal = verdict(point.beyond.median <= GOAL_BEYOND_S, f"{microseconds(GOAL_BEYOND_S)} µs")
+    words = f"{microseconds(GOAL_BEYOND_S)} µs"
+    goal = verdict(point.beyond, GOAL_BEYOND_S, words, noise=noise)
     return (
         f"Beyond the engine's thread a streamed token costs the server "
         f"{microseconds(point.beyond.median)} µs of processor time{whose} (requests of "
-        f"{point.output} tokens, everything about them included), which {goal}; the engine's "
+        f"{point.output} tokens, everything about them included), {goal}; the engine's "
         f"thread needs {added * 1e6:+,.0f} µs a token against offline. "
     )
 
@@ -300,14 +333,11 @@ def endurance_sentence(endurance: Endurance) -> str:
 
 def serving_paragraph(findings: ServingFindings) -> str:
     """What HTTP costs here."""
-    point = findings.main
+    point, noise = findings.main, noise_of(findings.run)
     return (
         f"On this machine, {machine_name(findings.run)}, with {subject(findings.run)}: "
-        f"{point.streams} streams through HTTP get {point.http_tokens_per_s:,.0f} tokens/s, "
-        f"{point.share.median:.1%} of the {point.offline_tokens_per_s:,.0f} that the same engine "
-        f"gives offline (predicted from processor time: {point.predicted_share:.1%}), which "
-        f"{verdict(point.share.median >= GOAL_SHARE, f'{GOAL_SHARE:.0%}')}. "
-        f"{delivery_sentence(findings.lightest)}{cost_sentence(point)}"
+        f"{share_sentence(point, noise)}"
+        f"{delivery_sentence(findings.lightest)}{cost_sentence(point, noise)}"
         f"{endurance_sentence(findings.endurance)}{noise_sentence(findings.run)}"
     )
 
