@@ -145,7 +145,10 @@ def test_requests_that_do_not_fit_are_left_out_of_a_trace() -> None:
         ({"rate": 0.0}, "the rate must be more than 0 requests/s"),
         ({"rate": float("inf")}, "finite, got inf"),
         ({"cv": 0.0}, "--cv must be more than 0"),
-        ({"process": "uniform"}, "--process must be one of poisson, gamma, trace, got 'uniform'"),
+        (
+            {"process": "uniform"},
+            "--process must be one of poisson, gamma, trace, constant, got 'uniform'",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(change: dict[str, Any], complaint: str) -> None:
@@ -159,7 +162,7 @@ def test_schedules_are_read_as_they_were_written(tmp_path: Path) -> None:
     part = trace_part("conv", 256, divisor=4)
     schedules = {
         process: make_schedule(process, part, 9, 3.0, cv=2.0, seed=4)  # type: ignore[arg-type]
-        for process in ("poisson", "gamma", "trace")
+        for process in ("poisson", "gamma", "trace", "constant")
     }
     path = tmp_path / "new" / "schedules.json"
     first = write_schedules(path, schedules)

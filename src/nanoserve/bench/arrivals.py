@@ -3,9 +3,9 @@
 An open loop sends at the times of its schedule whatever the server does, so a schedule is made, and
 hashed, before anything runs. Poisson arrivals have independent exponential gaps; gamma gaps the
 coefficient of variation (CV) asked for, and come in bursts where that exceeds 1; a replay takes a
-trace's own gaps. All are then stretched by one factor, so that the mean gap is just that of the
-rate: a few dozen irregular gaps, left as drawn, would offer quite another load. A trace's lengths
-go with all three.
+trace's own gaps, and constant ones are all alike. All are then stretched by one factor, so that the
+mean gap is just that of the rate: a few dozen irregular gaps, left as drawn, would offer quite
+another load. A trace's lengths go with all of them, or any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from nanoserve.bench.traces import SOURCE, Length, TraceName, read_trace, shorter
 
-Process = Literal["poisson", "gamma", "trace"]
+Process = Literal["poisson", "gamma", "trace", "constant"]
 
 DEFAULT_CV = 3.0
 """Of gamma gaps: three times as irregular as Poisson's."""
@@ -151,6 +151,19 @@ def poisson(lengths: Sequence[Length], rate: float, *, seed: int, transform: str
     )
 
 
+def constant(lengths: Sequence[Length], rate: float, *, transform: str) -> Schedule:
+    """All gaps alike."""
+    check_rate(rate)
+    return Schedule(
+        process="constant",
+        rate=rate,
+        seed=None,
+        cv=None,
+        transform=transform,
+        arrivals=scheduled(map(float, range(len(lengths))), lengths, rate),
+    )
+
+
 def gamma(
     lengths: Sequence[Length], rate: float, *, cv: float, seed: int, transform: str
 ) -> Schedule:
@@ -225,7 +238,7 @@ def replayed(part: TracePart, count: int, rate: float) -> Schedule:
 def make_schedule(
     process: Process, part: TracePart, count: int, rate: float, *, cv: float, seed: int
 ) -> Schedule:
-    """`count` requests of a trace's lengths at `rate`, by one of the three processes."""
+    """`count` requests of a trace's lengths at `rate`, by one of the processes."""
     if process not in get_args(Process):
         raise ValueError(
             f"--process must be one of {', '.join(get_args(Process))}, got {process!r}"
@@ -233,6 +246,8 @@ def make_schedule(
     if process == "trace":
         return replayed(part, count, rate)
     lengths = part.first(count)
+    if process == "constant":
+        return constant(lengths, rate, transform=part.transform)
     if process == "gamma":
         return gamma(lengths, rate, cv=cv, seed=seed, transform=part.transform)
     return poisson(lengths, rate, seed=seed, transform=part.transform)

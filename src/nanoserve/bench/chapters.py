@@ -114,6 +114,7 @@ from nanoserve.bench.findings.peers import (
     peers_numbers,
     peers_paragraph,
     peers_table,
+    settings_table,
 )
 from nanoserve.bench.findings.precision import (
     PrecisionFindings,
@@ -365,6 +366,7 @@ PEERS: Chapter[PeerFindings] = Chapter(
         ),
         "Who ran, and how close their logits are to ours in fp32": entrants_table,
     },
+    details={"Settings of each engine": settings_table},
     pictures={
         "peers": Picture(
             alt="time of each engine as a multiple of ours, by precision and cell",

@@ -23,7 +23,7 @@ SCHEMA = 1
 """Version of the records. Raise it when the meaning of a field changes."""
 
 Record = dict[str, Any]
-KINDS = ("run", "sample", "aa", "prediction", "probe", "end")
+KINDS = ("run", "sample", "request", "aa", "prediction", "probe", "end")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s=:,'\"(])(?:/[\w.~-]+){2,}|(?:^|[\s='\"(])[A-Za-z]:\\|^/|~/")
 
 USUAL_EXECUTOR = {"cpu": "native", "cuda": "eager"}

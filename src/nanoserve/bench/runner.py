@@ -20,7 +20,7 @@ from typing import Any, NoReturn, get_args
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nanoserve.bench import compare, machine, page, plots, report
+from nanoserve.bench import compare, load, machine, page, plots, report
 from nanoserve.bench.chapters import CHAPTERS
 from nanoserve.bench.conduct import VoidError, check_out, results_path
 from nanoserve.bench.experiments import (
@@ -40,10 +40,12 @@ from nanoserve.bench.experiments import (
     serving,
 )
 from nanoserve.bench.findings import Table, duration_text
+from nanoserve.bench.findings.load import load_paragraph, load_table
 from nanoserve.bench.formats import refuse_formats
 from nanoserve.bench.measure import now_s
 from nanoserve.bench.record import Run
 from nanoserve.bench.session import Options, Screen
+from nanoserve.bench.trace_events import Recorder, check_trace_path
 from nanoserve.config import (
     CacheDtype,
     Device,
@@ -184,6 +186,16 @@ def run(names: Sequence[str], options: Options, screen: Screen | None = None) ->
     return 0
 
 
+def run_traced(names: Sequence[str], options: Options, trace: Path) -> int:
+    """As `run`, and a trace of every engine of this process, however it ends."""
+    check_trace_path(trace)
+    recorder, screen = Recorder(), Screen()
+    try:
+        return run(names, replace(options, recorder=recorder), screen)
+    finally:
+        screen.say(f"Trace: {trace} ({recorder.write(trace):,} events; open it in ui.perfetto.dev)")
+
+
 def measure_and_show(name: str, options: Options, screen: Screen) -> Run:
     """One experiment; its run. Raises what it raises, a void run shown before."""
     experiment = EXPERIMENTS[name]
@@ -273,7 +285,9 @@ def parser() -> argparse.ArgumentParser:
     made = OneLineParser(
         prog="nanoserve bench",
         description="Measure what a KV cache buys and what it costs.",
-        epilog=f"nanoserve bench {COMPARE} A B: two folders or files of results, held together.",
+        epilog=f"nanoserve bench {COMPARE} A B: two folders or files of results, held together. "
+        f"nanoserve bench arrivals {load.URL_OPTION} http://host:port: an open-loop load for any "
+        "OpenAI-compatible server, with options of its own (--help).",
     )
     made.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*EXPERIMENTS, ALL]))
     made.add_argument("--model", default=Options().model, help="a name or a folder")
@@ -292,6 +306,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Options().out, metavar="DIR")
     made.add_argument("--resume", action="store_true", help="continue the last, unfinished run")
     made.add_argument("--seed", type=int, help="of the order in which arms take turns")
+    made.add_argument(
+        "--trace", type=Path, metavar="FILE", help="steps, slots and requests, for Perfetto"
+    )
     made.add_argument("--list", action="store_true", help="say what each experiment asks")
     return made
 
@@ -302,12 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if typed[:1] == [COMPARE]:
             return compare.run(typed[1:], Screen())
-        given: dict[str, Any] = vars(parser().parse_args(typed))
-        names: list[str] = given.pop("names")
-        if given.pop("list"):
-            list_experiments()
-            return 0
-        return run(names, Options(**given))
+        if load.is_load(typed):
+            return apply_load(load.read_options(typed), Screen())
+        return run_typed(vars(parser().parse_args(typed)))
     except ValueError as error:
         return complain(error, USAGE)
     except VoidError as error:
@@ -316,6 +330,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(error, FAULT)
     except KeyboardInterrupt:
         return complain("interrupted; --resume continues", INTERRUPTED)
+
+
+def run_typed(given: dict[str, Any]) -> int:
+    """What the parsed options ask for; the exit code."""
+    names: list[str] = given.pop("names")
+    trace: Path | None = given.pop("trace")
+    if given.pop("list"):
+        list_experiments()
+        return 0
+    options = Options(**given)
+    return run(names, options) if trace is None else run_traced(names, options, trace)
+
+
+def apply_load(options: load.LoadOptions, screen: Screen) -> int:
+    """An open loop on a server; the exit code: a fault if it answered nothing."""
+    findings = load.apply_load(options, screen.say)
+    screen.show(rich_table(load_table(findings)))
+    screen.show(load_paragraph(findings))
+    screen.say(f"Records: {load.load_path(options)}")
+    return 0 if findings.requests else FAULT
 
 
 def list_experiments() -> None:

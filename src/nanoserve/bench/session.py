@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nanoserve.bench.record import Record
+from nanoserve.bench.trace_events import Recorder
 from nanoserve.config import (
     Batching,
     CacheConfig,
@@ -44,6 +45,7 @@ class Options:
     """What was typed. `load_format` None: the weights if they are at hand, else `dummy`.
 
     `quantization` None: weights in `dtype`; `kv_cache_dtype` None: keys and values in `dtype`, too.
+    `recorder` watches every engine that is opened, for a trace of the run.
     """
 
     model: str = "gpt2"
@@ -58,6 +60,7 @@ class Options:
     out: Path = Path("results")
     resume: bool = False
     seed: int | None = None
+    recorder: Recorder | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -170,7 +173,10 @@ def open_engine(
             enable_prefix_caching=enable_prefix_caching,
         ),
     )
-    return Engine(config, donor=donor)
+    engine = Engine(config, donor=donor)
+    if options.recorder is not None:
+        options.recorder.watch(engine)
+    return engine
 
 
 def describe_engine(engine: Engine) -> Record:

@@ -123,6 +123,10 @@ def generate(
     stats: Annotated[
         bool, typer.Option("--stats", help="Then say on standard error what it cost.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write steps and requests as a trace for Perfetto."),
+    ] = None,
     verbose: Verbose = False,
     sampling: SamplingOptions,
     engine: EngineOptions,
@@ -131,10 +135,19 @@ def generate(
     wanted = read_prompts(prompts or [], prompts_file)
     from nanoserve.cli.generate import generate_many, generate_one
 
+    if trace:
+        from nanoserve.bench.trace_events import Recorder, check_trace_path
+
+        check_trace_path(trace)
     if len(wanted) == 1 and prompts_file is None and out is None and not (as_json or resume):
         done = generate_one(wanted[0], engine, sampling)
     else:
         done = generate_many(wanted, engine, sampling, out=out, resume=resume, as_json=as_json)
+    if trace and done.engine:
+        recorder = Recorder()
+        recorder.watch(done.engine)
+        recorder.write(trace)
+        remark(f"trace: {trace} (open it in ui.perfetto.dev)")
     if stats and done.engine:
         from nanoserve.cli.stats import describe_stats
 

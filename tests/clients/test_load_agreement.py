@@ -1,0 +1,123 @@
+"""Our load generator against an independent one: the same load on the same server, the same answer.
+
+Both send at constant gaps at half of what saturates the server. That has the slower executor, so
+that what a heavy client takes from the server's processor does not decide. Ours runs before and
+after `guidellm`, for a machine that drifts; medians are compared, and a miss is tried once more
+with new prompts, as an A/A check is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving import RunningServer, run_program, script, serving
+
+from nanoserve.bench.findings.load import LoadFindings, load_findings
+from nanoserve.bench.metrics import throughput_out, tpot, ttft
+from nanoserve.bench.record import read_runs
+
+logger = logging.getLogger(__name__)
+
+NUM_REQUESTS, NUM_SATURATING = 40, 32
+NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 64, 32
+HALF = 0.5
+TOLERANCE = 0.2
+"""Of medians on a machine that others use as well. On a quiet one they agree within a few per cent
+(docs/MEASURING.md); a clock that starts in the wrong place, or events counted as tokens, is off by
+more than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one generator says of the server: medians in milliseconds, tokens per second."""
+
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s: float
+
+    def differences(self, other: Seen) -> dict[str, float]:
+        """Relative, of this against the other."""
+        return {name: getattr(self, name) / getattr(other, name) - 1 for name in self.__slots__}
+
+
+def ours(server: RunningServer, folder: Path, *how: str) -> LoadFindings:
+    """One load by `bench arrivals --url`, in a process of its own, as it is on record."""
+    run_program(
+        [
+            *(sys.executable, "-m", "nanoserve.bench", "arrivals", "--url", server.url),
+            *("--process", "constant", "--requests", str(NUM_REQUESTS), "--out", str(folder)),
+            *("--prompt-tokens", str(NUM_PROMPT_TOKENS)),
+            *("--output-tokens", str(NUM_OUTPUT_TOKENS), *how),
+        ]
+    )
+    (path,) = folder.glob("*/load-constant.jsonl")
+    findings = load_findings(read_runs(path)[0][-1])
+    assert len(findings.requests) == NUM_REQUESTS, findings.problems
+    assert findings.gaps is not None
+    assert len(findings.gaps) == NUM_REQUESTS * (NUM_OUTPUT_TOKENS - 1)
+    return findings
+
+
+def seen_by_us(*loads: LoadFindings) -> Seen:
+    """Medians over the requests of all loads, throughput as their mean."""
+    requests = [request for load in loads for request in load.requests]
+    return Seen(
+        ttft_ms=1e3 * statistics.median(map(ttft, requests)),
+        tpot_ms=1e3 * statistics.median(gap for r in requests if (gap := tpot(r)) is not None),
+        tokens_per_s=statistics.fmean(throughput_out(load.requests) for load in loads),
+    )
+
+
+def seen_by_guidellm(server: RunningServer, mini: Path, folder: Path, rate: float) -> Seen:
+    """The same load by `guidellm`. What it calls ITL is TPOT: a mean per request."""
+    report = folder / "guidellm.json"
+    data = f"prompt_tokens={NUM_PROMPT_TOKENS},output_tokens={NUM_OUTPUT_TOKENS}"
+    run_program(
+        [
+            *(script("guidellm"), "run", "--disable-progress"),
+            *("--backend", f"kind=openai_http,target={server.url},request_format=/v1/completions"),
+            *("--tokenizer", f"kind=huggingface_auto,model={mini}"),
+            *("--data", f"kind=synthetic_text,{data}"),
+            *("--profile", f"kind=constant,rate={rate}"),
+            *("--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
+            *("--output", f"kind=json,path={report}"),
+        ],
+        GUIDELLM__MAX_WORKER_PROCESSES="1",
+    )
+    (benchmark,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
+    requests = benchmark["requests"]["successful"]
+    assert len(requests) == NUM_REQUESTS
+    span_s = max(r["request_end_time"] for r in requests) - min(
+        r["request_start_time"] for r in requests
+    )
+    return Seen(
+        ttft_ms=statistics.median(r["time_to_first_token_ms"] for r in requests),
+        tpot_ms=statistics.median(r["inter_token_latency_ms"] for r in requests),
+        tokens_per_s=sum(r["output_tokens"] for r in requests) / span_s,
+    )
+
+
+def compare(server: RunningServer, mini: Path, folder: Path, seed: int) -> dict[str, float]:
+    """How far apart the two are."""
+    burst = ("--saturating", str(NUM_SATURATING))
+    first = ours(server, folder, "--load", str(HALF), "--seed", str(seed), *burst)
+    rate = first.schedule.rate
+    theirs = seen_by_guidellm(server, mini, folder, rate)
+    last = ours(server, folder, "--rate", str(rate), "--seed", str(seed + 1))
+    mine = seen_by_us(first, last)
+    logger.info("%.2f requests/s: nanoserve %s, guidellm %s", rate, mine, theirs)
+    return mine.differences(theirs)
+
+
+def test_two_generators_see_the_same_server(mini: Path, tmp_path: Path) -> None:
+    with serving("--model", "mini", "--executor", "eager", "--threads", "1") as server:
+        for seed in (1, 3):
+            differences = compare(server, mini, tmp_path, seed)
+            if all(abs(value) <= TOLERANCE for value in differences.values()):
+                return
+    raise AssertionError(f"two loads in a row on which the generators disagree: {differences}")
