@@ -6,6 +6,10 @@ order of operations are what is tested; what a compiler makes of them needs a GP
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -197,6 +201,26 @@ def test_rounding_goes_to_the_nearest_and_ties_to_even(triton: PagedKernels) -> 
         assert store[0].flatten().tolist() == [127, 0, 2, 2, 0, -2, 126, 0]
         assert store[1].item() == 1.0
     assert quantise(x)[0].flatten().tolist() == [127, 0, 2, 2, 0, -2, 126, 0]
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """To assembly; where bits are promised, no division is approximate."""
+    script = Path(__file__).with_name("compile_triton.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * 2
+    appended = [line for line in lines if line.startswith("_append_kernel")]
+    assert len(appended) == 2
+    assert not any("approximately" in line for line in appended)
 
 
 def test_nothing_to_do_is_done(triton: PagedKernels) -> None:

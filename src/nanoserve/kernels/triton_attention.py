@@ -47,15 +47,13 @@ def _split_kernel(
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     context_len = tl.load(lens_ptr + sequence)
-    per_split = (context_len + num_splits - 1) // num_splits
-    per_split = (per_split + TILE - 1) // TILE * TILE
+    per_split = (context_len + num_splits * TILE - 1) // (num_splits * TILE) * TILE
     first = split * per_split
     last = tl.minimum(first + per_split, context_len)
     d = tl.arange(0, BLOCK_D)
     q = tl.load(q_ptr + sequence * q_stride_s + head * q_stride_h + d, mask=d < D, other=0.0)
     q = q.to(tl.float32) * scale
-    maximum = float("-inf")
-    total = 0.0
+    maximum, total = float("-inf"), 0.0
     mixed = tl.full((BLOCK_D,), 0.0, tl.float32)
     for start in range(first, last, TILE):
         position = start + tl.arange(0, TILE)
