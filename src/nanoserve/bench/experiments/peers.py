@@ -94,6 +94,14 @@ CONTENDERS: tuple[Contender, ...] = (
     ),
     *contenders_of(f"{OURS} eager", "nanoserve", ("float32",), ("torch",), "eager"),
     *contenders_of("OpenVINO", "openvino", ("float32", "bfloat16", "int8"), ("openvino",)),
+    Contender(
+        name="OpenVINO calibrated",
+        engine="openvino",
+        precision="int8",
+        family="int8",
+        needs=("openvino",),
+        variant="calibrated",
+    ),
     *contenders_of(
         "llama.cpp",
         "llama.cpp",
@@ -161,7 +169,7 @@ FULL = Scale(
         Cell(kind="prefill", batch=1, context=512, all_logits=True),
     ),
     names=None,
-    rules=Rules(warmups=1, min_rounds=10, max_rounds=12, budget_s=330.0),
+    rules=Rules(warmups=1, min_rounds=7, max_rounds=10, budget_s=240.0),
 )
 QUICK = Scale(
     cells=(decode(1, 8), Cell(kind="prefill", batch=1, context=64)),

@@ -2,8 +2,8 @@
 
 The graph is the one its converters give: keys and values in variables, gathered by `beam_idx`,
 extended and attended by one fused operation; the head sees the rows that are asked for. Precision
-is its own hint, the cache's included. int8 is tried both ways it has (see `Int8`) and each cell
-runs the faster.
+is its own hint, the cache's included. int8 has two ways: activations quantised as they come, as in
+our own core, or, as the variant `CALIBRATED`, to fixed ranges that a prompt was watched for.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoserve.bench.measure import Arm, Stopwatch
+from nanoserve.bench.measure import Arm
 from nanoserve.bench.peers.face import (
-    PART,
     Cell,
     Floats,
     Sequences,
@@ -27,7 +26,6 @@ from nanoserve.bench.peers.face import (
     SteppingPeer,
     Tokens,
     UnsupportedError,
-    no_device,
     require_plain,
     timed_prefill,
 )
@@ -42,14 +40,14 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 """In int8 what is not quantised is computed in whatever the plugin likes best on this processor."""
 
 CALIBRATION_TOKENS = 256
-NUM_TRIALS = 3
+CALIBRATED = "calibrated"
 
 Matrix = tuple[Floats, Floats]
 """[out, in] and its bias."""
 
 
 class OpenVINOPeer(SteppingPeer):
-    """See `Peer`. `graphs` are the compiled ways of this precision; more than one only in int8."""
+    """See `Peer`."""
 
     def __init__(self, setup: Setup) -> None:
         self.library: Any = import_module("openvino")
@@ -58,25 +56,19 @@ class OpenVINOPeer(SteppingPeer):
         self.config = setup.config()
         require_plain(self.config, "OpenVINO")
         self.vocab_size, self.precision = self.config.vocab_size, setup.precision
+        self.is_calibrated = setup.variant == CALIBRATED
         self.threads = setup.threads
         self.core = self.library.Core()
-        self.graphs = self.compile_all(setup.weights())
-        self.used = next(iter(self.graphs))
+        self.compiled = self.compile(self.graph(setup.weights()))
 
-    def compile_all(self, weights: Mapping[str, Floats]) -> dict[str, Any]:
-        """Every way to run this precision, by name."""
+    def graph(self, weights: Mapping[str, Floats]) -> Graph:
         if self.precision != "int8":
-            return {"plain": self.compile(Graph(self.config, weights))}
+            return Graph(self.config, weights)
+        if not self.is_calibrated:
+            return Graph(self.config, weights, quantize="weights")
         watched = Graph(self.config, weights, watch=True)
         ranges = self.calibrate(self.compile(watched), watched.num_watched)
-        return {
-            "int8 weights, dynamic activations": self.compile(
-                Graph(self.config, weights, quantize="weights")
-            ),
-            "int8 weights and activations": self.compile(
-                Graph(self.config, weights, quantize="all", ranges=ranges)
-            ),
-        }
+        return Graph(self.config, weights, quantize="all", ranges=ranges)
 
     def compile(self, graph: Graph) -> Any:
         return self.core.compile_model(
@@ -98,49 +90,29 @@ class OpenVINOPeer(SteppingPeer):
         return [float(request.get_output_tensor(1 + i).data.max()) for i in range(num_watched)]
 
     def describe(self) -> Mapping[str, str]:
-        compiled = self.graphs[self.used]
-        hint = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        hint = self.compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        activations = {"activations": "fixed ranges" if self.is_calibrated else "as they come"}
         return {
             "version": version("openvino"),
             **HINTS[self.precision],
             "INFERENCE_PRECISION_HINT": hint,
-            **({"the faster of": " / ".join(self.graphs)} if len(self.graphs) > 1 else {}),
+            **(activations if self.precision == "int8" else {}),
         }
 
     def begin(self, prompts: Sequence[Tokens]) -> Sequences:
-        return VinoSequences(self.graphs[self.used], prompts)
+        return VinoSequences(self.compiled, prompts)
 
     def logits(self, prompt: Tokens) -> Floats:
-        request = self.graphs[self.used].create_infer_request()
+        request = self.compiled.create_infer_request()
         feed(request, np.array([prompt]), past=0, rows=np.arange(len(prompt)))
         return np.array(request.get_output_tensor(0).data[0])
 
-    def arm(self, cell: Cell) -> Arm:
-        """Of the way that is faster for this cell."""
-        arms: dict[str, Arm] = {}
-        for name in self.graphs:
-            self.used = name
-            arms[name] = super().arm(cell)
-        if len(arms) > 1:
-            self.used = min(arms, key=lambda name: fastest_s(arms[name]))
-        return arms[self.used]
-
     def prefill_arm(self, cell: Cell) -> Arm:
         (prompt,) = cell.prompts(self.vocab_size)
-        request = self.graphs[self.used].create_infer_request()
+        request = self.compiled.create_infer_request()
         rows = np.arange(cell.context) if cell.all_logits else np.array([cell.context - 1])
         ids = np.array([prompt])
         return timed_prefill(request.reset_state, lambda: feed(request, ids, past=0, rows=rows))
-
-
-def fastest_s(arm: Arm) -> float:
-    """Of a few repetitions."""
-    found = []
-    for _ in range(NUM_TRIALS):
-        watch = Stopwatch(no_device)
-        arm(watch)
-        found.append(watch.seconds[PART])
-    return min(found)
 
 
 def feed(request: Any, token_ids: NDArray[np.int64], *, past: int, rows: NDArray[np.int64]) -> None:
