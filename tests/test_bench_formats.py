@@ -492,9 +492,7 @@ def test_precision_sentences_hold_in_both_directions(precision_run: Run) -> None
     bad = {"int4": replace(fp16, increase=0.06)}
     assert "int4: perplexity +6.00% (at most +5.0%: not kept)" in told(**bad)
     same = replace(fp16, num_disagreeing=0)
-    assert "No format chooses another next token" in told(
-        **dict.fromkeys(findings.formats, same)
-    )
+    assert "No format chooses another next token" in told(**dict.fromkeys(findings.formats, same))
     bins = fp16.bins
 
     def losing(place: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from nanoserve.bench.findings.precision import (
     REFERENCE,
     FormatSpeed,
     PrecisionFindings,
+    windows_text,
 )
 from nanoserve.bench.format_plots import AMBER, GREEN, MARKERS, PURPLE, SKY, add_headline, spread
 from nanoserve.bench.plots import CACHED, FAINT, INK, NAIVE, QUIET, PlotData, rounded
@@ -54,7 +55,7 @@ def precision_plot(findings: PrecisionFindings) -> PlotData:
         "model": findings.run.header["model"],
         "quality_model": quality["model"],
         "subject": f"{provenance(findings.run)}; quality: {quality['model']}, "
-        f"{quality['num_windows']} windows of {quality['length']:,} held-out tokens",
+        f"{windows_text(quality['num_windows'], quality['length'])}",
         "floors": floors,
         "formats": [
             {"format": name, **plotted_quality(found), **plotted_speed(findings.speeds.get(name))}
@@ -152,7 +153,7 @@ def draw_speeds(axes: Axes, formats: Sequence[PlotData]) -> None:
     """Step of float32 over the format's: one sequence, and at the format's best batch."""
     for row, form in enumerate(formats):
         if form["speedup"] is None:
-            axes.text(0.05, row, "not timed", va="center", fontsize=8.5, color=QUIET)
+            axes.text(1.08, row, "not timed", va="center", fontsize=8.5, color=QUIET)
             continue
         for offset, key, colour, words in (
             (-0.2, "speedup", CACHED, ""),
@@ -169,7 +170,7 @@ def draw_speeds(axes: Axes, formats: Sequence[PlotData]) -> None:
                 color=colour,
                 fontweight="bold",
             )
-    axes.axvline(1.0, color=INK, linewidth=0.8, dashes=(2, 2), zorder=0)
+    axes.vlines(1.0, -0.45, len(formats) - 0.5, color=INK, linewidth=0.8, ls=":", zorder=0)
     largest = max((max(f["speedup"] or 0, f["peak"] or 0) for f in formats), default=1.0)
     axes.set_xlim(0, 1.35 * max(1.0, largest))
     axes.set_ylim(len(formats) - 0.5, -1.1)
@@ -218,12 +219,12 @@ def draw_agreement(axes: Axes, formats: Sequence[PlotData]) -> None:
     axes.set_ylim(
         min(lowest, middle - span / 2, *heights) - 0.05 * span, max(1.0, *heights) + 0.05 * span
     )
-    axes.set_xticks(filled, [f"{bins[place]['low']:g}" for place in filled])
+    axes.set_xticks(filled, [f"{bins[place]['low']:g}" for place in filled], fontsize=8.5)
     axes.yaxis.tick_right()
     axes.spines["right"].set_visible(True)
     axes.spines["left"].set_visible(False)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_yticks([tick for tick in axes.get_yticks() if lowest - 0.1 <= tick <= 1.0001])
     axes.grid(axis="y", color=FAINT, linewidth=0.5, alpha=0.6)
-    axes.set_xlabel("float32's margin between its best two, from (nats)")
+    axes.set_xlabel("float32's top-two margin, from (nats)")
     axes.set_title("where agreement is lost", loc="left", fontsize=11)

@@ -104,7 +104,8 @@ def read_logits(
 def log_softmax(logits: NDArray[np.float32]) -> Float64:
     """[N, V] in nats."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    logprobs: Float64 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

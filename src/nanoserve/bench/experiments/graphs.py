@@ -183,7 +183,7 @@ def measure(options: Options, screen: Screen) -> Run:
     started_s = now_s()
     engines = open_arms(options, scale, screen)
     load_s = now_s() - started_s
-    baseline = next(reversed(engines.values()))
+    *_, baseline = engines.values()
     spec = baseline.spec
     yardsticks = make_yardsticks(spec.device, options.threads, also_dtype=spec.dtype)
     samples = measured_ceilings(yardsticks, options, screen)
@@ -206,7 +206,7 @@ def measure(options: Options, screen: Screen) -> Run:
 
 def aa_of(engines: Mapping[str, Engine]) -> AAArms:
     """The last arm, twice."""
-    name = next(reversed(engines))
+    *_, name = engines
     return AAArms(arm=name, same_arm=f"{name} again", part="step")
 
 

@@ -292,8 +292,8 @@ def precision_paragraph(findings: PrecisionFindings) -> str:
     parts = [
         f"On this machine, {machine_name(findings.run)}, with {subject(findings.run)}:",
         speed_sentence(findings),
-        f"Quality is that of {quality['model']} (trained weights) on {quality['num_windows']} "
-        f"windows of {quality['length']:,} held-out tokens.",
+        f"Quality is that of {quality['model']} (trained weights) on "
+        f"{windows_text(quality['num_windows'], quality['length'])}.",
         price_sentence(findings),
         floor_sentence(findings),
         margin_sentence(findings),
@@ -303,6 +303,11 @@ def precision_paragraph(findings: PrecisionFindings) -> str:
         noise_sentence(findings.run),
     ]
     return " ".join(parts)
+
+
+def windows_text(num_windows: int, length: int) -> str:
+    plural = "" if num_windows == 1 else "s"
+    return f"{num_windows} window{plural} of {length:,} held-out tokens"
 
 
 def speed_sentence(findings: PrecisionFindings) -> str:
