@@ -106,7 +106,12 @@ class FakeEngine:
     generator: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
-        self.spec = SimpleNamespace(device="cpu", dtype=self.dtype, cache_dtype=self.dtype)
+        self.spec = SimpleNamespace(
+            device="cpu",
+            dtype=self.dtype,
+            cache_dtype=self.dtype,
+            is_exact=self.dtype == "float32",
+        )
         self.config = SimpleNamespace(dummy_seed=0)
         checkpoint = SimpleNamespace(kind="dummy", name="/somewhere/tiny", weight_files=())
         self.parts = SimpleNamespace(checkpoint=checkpoint)

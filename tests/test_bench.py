@@ -547,7 +547,7 @@ def test_ceilings_run_and_are_kept(
     run = ceilings.measure(options, QUIET)
     kept = machine.load_cached_ceilings("cpu")
     assert kept == findings.ceilings_of(run.final_samples)
-    assert set(kept.matmul_flops_per_s) == {"float32", "bfloat16"}
+    assert {"float32", "bfloat16"} <= set(kept.matmul_flops_per_s)  # and what the core multiplies
     runner.show_chapter(run, options, Screen())
     shown = " ".join(capsys.readouterr().out.split())
     assert "reads memory at" in shown
