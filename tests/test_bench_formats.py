@@ -287,6 +287,13 @@ def test_goals_are_reached_or_missed(roofline_run: Run) -> None:
     assert "all reached" in told(1.1)
     assert "missed by float32, bfloat16." in told(1.2)
     assert "missed by float32, bfloat16, int8, int4." in told(9.0)
+    assert "flatters" not in told(1.1)
+    # steps that beat the probe show that it fell short: nothing is won by that
+    first, *others = (replace(p, over_limit=distribution(1.1)) for p in findings.points)
+    beaten = (replace(first, over_limit=distribution(0.8)), *others)
+    text = roofline_paragraph(replace(findings, points=beaten))
+    assert "1.25x as fast as the read probe, which memory cannot do" in text
+    assert "missed by bfloat16, int8." in text
     single = replace(findings, points=findings.of_batch(1)[:1])  # type: ignore[arg-type]
     assert "the farthest" not in roofline_paragraph(single)
 
