@@ -988,7 +988,8 @@ def test_report_renders_and_checks(command: Command, tmp_path: Path) -> None:
     assert "RESULTS.md differs" in missing.complaint
     assert not (tmp_path / "RESULTS.md").exists()
     written = command(*arguments)
-    assert (written.code, written.out) == (0, f"{tmp_path / 'RESULTS.md'}\n")
+    paths = (tmp_path / "RESULTS.md", tmp_path / "results" / "report.html")
+    assert (written.code, written.out) == (0, "".join(f"{path}\n" for path in paths))
     assert command(*arguments, "--check") == Result(0, "", "")
 
 

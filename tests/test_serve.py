@@ -319,9 +319,12 @@ ENVIRONMENT = {
     "KV_CACHE_MEMORY_BYTES": "512MiB",
     "ENABLE_PREFIX_CACHING": "false",
     "BATCHING": "static",
+    "BATCHING_TIMEOUT": "0.2",
     "CONTEXT_OVERFLOW": "slide",
     "SLIDE_WINDOW": "17",
     "THREADS": "2",
+    "KERNELS": "torch",
+    "KV_AUDIT": "0.5",
 }
 
 
@@ -347,8 +350,12 @@ def by_command_line(environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch)
 def test_both_ways_read_the_environment_alike(
     only: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = {"SSL_KEYFILE", "SSL_CERTFILE"} | {"CONTEXT_OVERFLOW", "SLIDE_WINDOW"}
-    chosen = {only, *(pairs if only in pairs else ())}
+    pairs = (
+        {"SSL_KEYFILE", "SSL_CERTFILE"},
+        {"CONTEXT_OVERFLOW", "SLIDE_WINDOW"},
+        {"BATCHING", "BATCHING_TIMEOUT"},
+    )
+    chosen = {only}.union(*(pair for pair in pairs if only in pair))
     environ = {
         f"NANOSERVE_{name}": value
         for name, value in ENVIRONMENT.items()

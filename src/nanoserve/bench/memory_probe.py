@@ -147,8 +147,13 @@ def memory_use() -> dict[str, int]:
     return {name: int(values[name].split()[0]) * 1024 for name in ("VmData", "RssAnon")}
 
 
-def engine_config(request: ProbeRequest, num_blocks: int, context: int) -> EngineConfig:
-    """An engine whose cache has just so many blocks."""
+def engine_config(request: ProbeRequest, *, is_donor: bool) -> EngineConfig:
+    """An engine whose cache has just the probe's blocks; a donor's has one, and no threads.
+
+    A thread's stack counts under the limit, and a donor lives a moment longer than the limit is old.
+    """
+    num_blocks = 1 if is_donor else request.num_blocks
+    context = min(BLOCK_SIZE, request.context) if is_donor else request.context
     model = load_model_config(find(request.model, load_format=request.load_format))
     block_bytes = BLOCK_SIZE * kv_bytes_per_token(model, request.cache_dtype)
     return EngineConfig(
@@ -157,7 +162,7 @@ def engine_config(request: ProbeRequest, num_blocks: int, context: int) -> Engin
         device="cpu" if request.device == "cpu" else "cuda",
         dtype=request.dtype,
         executor=request.executor,
-        threads=request.threads,
+        threads=1 if is_donor else request.threads,
         cache=CacheConfig(
             dtype=request.cache_dtype,
             block_size=BLOCK_SIZE,
@@ -168,11 +173,9 @@ def engine_config(request: ProbeRequest, num_blocks: int, context: int) -> Engin
 
 
 def make_spec(request: ProbeRequest, *, is_donor: bool = False) -> ExecutorSpec:
-    """What the probe's executor is; a donor's cache has a single block."""
-    num_blocks = 1 if is_donor else request.num_blocks
-    context = min(BLOCK_SIZE, request.context) if is_donor else request.context
+    """What the probe's executor is, or the one that packs its weights."""
     checkpoint = find(request.model, load_format=request.load_format)
-    config = engine_config(request, num_blocks, context)
+    config = engine_config(request, is_donor=is_donor)
     return resolve_spec(config, load_model_config(checkpoint), load_tokenizer(checkpoint, None))
 
 

@@ -156,11 +156,15 @@ def generate(
         lines = describe_stats(done.engine, done.first_text_s)
         typer.echo(newline + "\n".join(lines), err=True)
     if done.num_broken:
-        remark(
-            f"{done.num_broken} of {len(wanted)} ended early: the model's logits are not finite "
-            "(damaged weights, or a --dtype too narrow for them)"
-        )
+        remark(broken_words(done.num_broken, len(wanted)))
         raise typer.Exit(EXIT_FAULT)
+
+
+def broken_words(num_broken: int, num_prompts: int) -> str:
+    return (
+        f"{num_broken} of {num_prompts} ended early: the model's logits are not finite "
+        "(damaged weights, or a --dtype too narrow for them)"
+    )
 
 
 @app.command()
