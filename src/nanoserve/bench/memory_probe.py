@@ -150,7 +150,7 @@ def memory_use() -> dict[str, int]:
 def engine_config(request: ProbeRequest, *, is_donor: bool) -> EngineConfig:
     """An engine whose cache has just the probe's blocks; a donor's has one, and no threads.
 
-    A thread's stack counts under the limit, and a donor lives a moment longer than the limit is old.
+    A thread's stack counts under the limit, which is set while the donor still lives.
     """
     num_blocks = 1 if is_donor else request.num_blocks
     context = min(BLOCK_SIZE, request.context) if is_donor else request.context
