@@ -81,14 +81,14 @@ weights: float32)."""
 
 
 def refuse_formats(options: Options, experiment: str) -> None:
-    """Raise ValueError if a number format was chosen for an experiment that measures them all."""
+    """Raise ValueError if a number format was chosen for an experiment that takes none."""
     given = {
         "--dtype": options.dtype != "auto",
         "--quantization": options.quantization is not None,
         "--kv-cache-dtype": options.kv_cache_dtype is not None,
     }
     if named := [option for option, is_given in given.items() if is_given]:
-        raise ValueError(f"{experiment} chooses its number formats itself: leave out {named[0]}")
+        raise ValueError(f"{experiment} has number formats of its own: leave out {named[0]}")
 
 
 def open_formats(
@@ -120,6 +120,13 @@ def open_formats(
         else:
             engines[name] = donors[weights] = engine
     return engines, gaps
+
+
+def format_suffix(engine: Engine) -> str:
+    """What a run's name says of formats that were asked for: a file of records for each."""
+    config = engine.config
+    weights = "" if config.quantization is None else f"-{config.quantization}"
+    return weights if config.cache.dtype is None else f"{weights}-kv-{config.cache.dtype}"
 
 
 def reason(error: Exception) -> str:

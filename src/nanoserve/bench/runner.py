@@ -72,7 +72,7 @@ class Experiment:
     question: str
     measure: Callable[[Options, Screen], Run]
     show: Callable[[Run, Options, Screen], None]
-    takes_formats: bool = True  # --quantization and --kv-cache-dtype; else it has its own, or none
+    takes_formats: bool = True  # --quantization and --kv-cache-dtype; else its own, or none
 
 
 def show_tables(run: Run, screen: Screen) -> None:
@@ -114,7 +114,9 @@ EXPERIMENTS = {
         show=show_chapter,
         takes_formats=False,
     ),
-    "kvcache": Experiment(question=kvcache.QUESTION, measure=kvcache.measure, show=show_chapter),
+    "kvcache": Experiment(
+        question=kvcache.QUESTION, measure=kvcache.measure, show=show_chapter, takes_formats=False
+    ),
     "batch": Experiment(question=batch.QUESTION, measure=batch.measure, show=show_chapter),
     "batching": Experiment(question=batching.QUESTION, measure=batching.measure, show=show_chapter),
     "arrivals": Experiment(question=arrivals.QUESTION, measure=arrivals.measure, show=show_chapter),
@@ -143,7 +145,9 @@ EXPERIMENTS = {
     "roofline": Experiment(
         question=roofline.QUESTION, measure=roofline.measure, show=show_chapter, takes_formats=False
     ),
-    "serving": Experiment(question=serving.QUESTION, measure=serving.measure, show=show_chapter),
+    "serving": Experiment(
+        question=serving.QUESTION, measure=serving.measure, show=show_chapter, takes_formats=False
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from nanoserve.bench.conduct import AAArms, Trial, conduct
 from nanoserve.bench.experiments.ceilings import make_yardsticks
 from nanoserve.bench.experiments.kvcache import Gate, Tokens, measured_ceilings, write
 from nanoserve.bench.findings import ceilings_of
+from nanoserve.bench.formats import expect_step, format_suffix
 from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
 from nanoserve.bench.proxies import BatchRecorder
 from nanoserve.bench.record import Record, Run
@@ -30,8 +31,8 @@ from nanoserve.bench.session import (
 from nanoserve.bench.workload import prompt_token_ids
 from nanoserve.engine.batch import StepBatch
 from nanoserve.engine.engine import Engine
-from nanoserve.planner.model import StepShape, kv_bytes_per_token, step_bytes, step_flops
-from nanoserve.planner.steptime import Ceilings, num_eager_operations, predict_step_s
+from nanoserve.planner.model import StepShape, kv_bytes_per_token
+from nanoserve.planner.steptime import Ceilings
 
 QUESTION = "when does batching stop being free?"
 
@@ -126,24 +127,9 @@ def gated_group(engine: Engine, batches: Sequence[int], context: int, gate: Gate
 
 def predict(engine: Engine, ceilings: Ceilings, contexts: Sequence[int], scale: Scale) -> Record:
     """What the planner expects of each context and batch, before any of them was run."""
-    model, spec = engine.model_config, engine.spec
-    is_eager = engine.executor.describe()["executor"] == "eager"
 
     def expect(shape: StepShape) -> Record:
-        operations = num_eager_operations(model, shape.num_seqs) if is_eager else 0
-        seconds = predict_step_s(
-            ceilings,
-            model,
-            shape,
-            dtype=spec.dtype,
-            kv_dtype=spec.cache_dtype,
-            num_operations=operations,
-        )
-        return {
-            "step_s": seconds,
-            "num_bytes": step_bytes(model, shape, dtype=spec.dtype, kv_dtype=spec.cache_dtype),
-            "flops": step_flops(model, shape),
-        }
+        return expect_step(ceilings, engine.model_config, shape, engine)
 
     return {
         "ceilings": ceilings.to_json(),
@@ -209,7 +195,7 @@ def make_trial(
     described, weights = describe_engine(engine), describe_weights(engine)
     return Trial(
         experiment=experiment,
-        name=f"{weights['model']}-{described['device']}",
+        name=f"{weights['model']}-{described['device']}{format_suffix(engine)}",
         groups=groups,
         rules=rules,
         aa=aa,
@@ -219,7 +205,8 @@ def make_trial(
             "weights": weights["weights"],
             "weights_id": weights["weights_id"],
             "tokens_sha256": gate.sha256,
-            **{name: described[name] for name in ("executor", "kernels", "device", "dtype")},
+            **{name: described[name] for name in ("executor", "kernels", "device")},
+            "dtype": engine.spec.quantization or engine.spec.dtype,
         },
         setup={"engine": described, "model_config": weights["config"]},
         header=header,

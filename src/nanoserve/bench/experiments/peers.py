@@ -134,7 +134,7 @@ class Bound:
 
 
 BOUNDS: Mapping[str, Bound] = {
-    "float32": Bound(error=0.01, agreement=0.98),
+    "float32": Bound(error=0.05, agreement=0.98),
     "bfloat16": Bound(error=0.5, agreement=0.8),
     "int8": Bound(error=1.5, agreement=0.5),
     "int4": Bound(error=4.0, agreement=0.1),
