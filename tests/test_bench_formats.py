@@ -543,8 +543,17 @@ def test_a_format_is_not_theirs_to_be_given(
     folder = str(tmp_path)
     assert runner.main([name, option, value, "--out", folder, "--device", "cpu"]) == 2
     error = capsys.readouterr().err
-    assert f"{name} chooses its number formats itself: leave out {option}" in error
+    assert f"{name} has number formats of its own: leave out {option}" in error
     assert error.count("\n") == 1
+
+
+def test_a_format_has_a_file_of_its_own() -> None:
+    def suffix(quantization: str | None, cache: str | None) -> str:
+        config = SimpleNamespace(quantization=quantization, cache=SimpleNamespace(dtype=cache))
+        return formats.format_suffix(SimpleNamespace(config=config))  # type: ignore[arg-type]
+
+    assert [suffix(None, None), suffix("int8", None)] == ["", "-int8"]
+    assert [suffix(None, "int8"), suffix("int4", "int8")] == ["-kv-int8", "-int4-kv-int8"]
 
 
 def test_ceilings_measure_no_model_and_take_no_format(
