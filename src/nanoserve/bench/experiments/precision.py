@@ -109,24 +109,25 @@ QUALITY_FORMATS = (
 )
 FULL = Scale(
     quality_formats=QUALITY_FORMATS,
-    num_windows=16,
+    num_windows=8,
     length=1024,
-    num_texts=32,
+    num_texts=16,
     num_written=256,
     formats=(
         REFERENCE,
         "KV int8",
-        "float16",
         "bfloat16",
         "int8-weight-only",
         "int8",
         "int8, KV int8",
         "int4",
     ),
-    batches=(1, 8, 32, 64),
+    batches=(1, 8, 32),
     context=64,
-    rules=Rules(budget_s=110.0, min_rounds=8, max_rounds=40),
+    rules=Rules(budget_s=80.0, min_rounds=8, max_rounds=40),
 )
+"""float16 is read and written, but not timed: on a CPU without its arithmetic a step takes minutes."""
+
 QUICK = Scale(
     quality_formats=("KV int8", "float16", "bfloat16", "int8", "int4"),
     num_windows=1,
