@@ -353,7 +353,7 @@ def make_subject(options: Options, checkpoint: Checkpoint, device: str, scale: S
         executor="native" if device == "cpu" else options.executor,
         dtype="float32",
         cache_dtype="float32",
-        threads=options.threads or 1,
+        threads=1,  # bytes are counted, not seconds, and a thread's stack would count too
         batch=1,
         context=1,
         limit_bytes=None,
