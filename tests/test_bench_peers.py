@@ -470,7 +470,21 @@ def test_the_floor_is_what_the_bytes_take_at_that_rounds_bandwidth(
     assert fp32.floor_s == pytest.approx(num_bytes / 1e9)  # the fake machine reads 1 GB/s
     assert fp32.ratio.median == pytest.approx(SECONDS["decode"] / (num_bytes / 1e9))
     assert int8.floor_s < fp32.floor_s / 3
-    assert [row[-1] for row in floors_table(findings)[1]] == ["met", "met"]
+
+
+@pytest.mark.parametrize(
+    "median, verdict",
+    [(0.8, "the probe fell short"), (1.1, "met"), (2.3, "missed by 100%")],
+)
+def test_a_floor_that_no_memory_reaches_says_nothing(
+    findings: PeerFindings, median: float, verdict: str
+) -> None:
+    floor = replace(
+        findings.floors[0], goal=1.15, ratio=replace(findings.floors[0].ratio, median=median)
+    )
+    told = replace(findings, floors=(floor,))
+    assert floors_table(told)[1][0][-1] == verdict
+    assert ("nothing follows" in peers_paragraph(told)) == (median < 1)
 
 
 def test_the_picture_shows_just_that(findings: PeerFindings, tmp_path: Path) -> None:
