@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from helpers import tiny_model
 from tokenizers.pre_tokenizers import ByteLevel
 
 from nanoserve import __version__, verify
@@ -332,6 +333,18 @@ def test_defaults_are_those_of_the_config(
     engine, sampling = captured_options(command, monkeypatch)
     assert engine_config(**engine.values()) == EngineConfig()
     assert sampling.params({}) == SamplingParams()
+
+
+def test_generate_writes_a_trace(command: Command, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = (*tiny(model)[1:], "--max-tokens", "3", "--device", "cpu", "--trace")
+    result = command("generate", "hi", *options, str(path))
+    assert result.code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {"step", "prefill llm-0"} <= {event["name"] for event in events}
+    refused = command("generate", "hi", *options, str(path / "below.json"))
+    assert refused.code == 2
+    assert "--trace cannot be written to" in refused.complaint
 
 
 ENGINE_VALUES: dict[str, tuple[str, object]] = {

@@ -167,8 +167,9 @@ def draw_distribution(axes: Axes, data: PlotData, name: str, words: str) -> None
     axes.annotate(
         "objective",
         (data["slo_ms"][name], 2),
-        xytext=(4, 0),
+        xytext=(-4, 0),
         textcoords="offset points",
+        ha="right",
         fontsize=8.5,
         color=QUIET,
     )
@@ -198,6 +199,7 @@ def burst_plot(findings: ArrivalsFindings) -> PlotData:
         f"{cell.name}, {cell.schedule.transform}",
         "slots": findings.slots,
         "window_s": [rounded(first), rounded(last)],
+        "ttft_ms": {arm: rounded(burst_ttft_s(cell, arm) * 1e3) for arm in WAITING_ARMS},
         "arrivals_s": [rounded(a.at_s) for a in cell.schedule.arrivals],
         "queues": {arm: queue_steps(cell.arms[arm].requests) for arm in WAITING_ARMS},
         "timelines": {
@@ -209,11 +211,23 @@ def burst_plot(findings: ArrivalsFindings) -> PlotData:
 
 def burst_window(cell: CellFindings) -> tuple[float, float]:
     """From the first arrival of the densest third until the last arm is done with it."""
+    members = burst_members(cell)
+    ends = [arm.requests[n].token_s[-1] for arm in cell.arms.values() for n in members]
+    return cell.schedule.arrivals[members[0]].at_s, max(ends)
+
+
+def burst_members(cell: CellFindings) -> range:
+    """The third of the requests that came the closest together."""
     times = [arrival.at_s for arrival in cell.schedule.arrivals]
     count = max(2, len(times) // BURST_SHARE)
     begin = min(range(len(times) - count + 1), key=lambda i: times[i + count - 1] - times[i])
-    ends = [arm.requests[begin + count - 1].token_s[-1] for arm in cell.arms.values()]
-    return times[begin], max(ends)
+    return range(begin, begin + count)
+
+
+def burst_ttft_s(cell: CellFindings, arm: str) -> float:
+    """Of the burst's members, the median."""
+    ttfts = cell.arms[arm].ttfts
+    return median([ttfts[number] for number in burst_members(cell)])
 
 
 def queue_steps(requests: Sequence[RequestTimes]) -> list[list[float]]:
@@ -284,10 +298,10 @@ def longest_queue(data: PlotData, arm: str) -> int:
 
 
 def burst_headline(data: PlotData) -> str:
-    static, chunked = (longest_queue(data, arm) for arm in (STATIC, CHUNKED))
+    static, chunked = (data["ttft_ms"][arm] for arm in (STATIC, CHUNKED))
     return (
-        f"{data['model']}, one burst: at most {static} requests wait under static batching, "
-        f"{chunked} under continuous"
+        f"{data['model']}, one burst: its first tokens take {static:,.0f} ms under static batching, "
+        f"{chunked:,.0f} ms under continuous"
     )
 
 
@@ -329,5 +343,5 @@ def draw_slots(axes: Axes, arm: str, data: PlotData, words: str) -> None:
             )
     axes.set_yticks([0, data["slots"] - 1], ["1", str(data["slots"])])
     axes.set_ylabel("slot")
-    axes.invert_yaxis()
+    axes.set_ylim(data["slots"] - 0.5, -0.5)  # the first on top
     axes.set_title(f"{arm}: {words}", loc="left", fontsize=11, color=COLOURS[arm])

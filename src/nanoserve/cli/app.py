@@ -133,21 +133,18 @@ def generate(
 ) -> None:
     """Continue a prompt, printed as it comes, or many prompts as one batch."""
     wanted = read_prompts(prompts or [], prompts_file)
-    from nanoserve.cli.generate import generate_many, generate_one
+    from nanoserve.cli.generate import generate_many, generate_one, keep_trace
 
     if trace:
-        from nanoserve.bench.trace_events import Recorder, check_trace_path
+        from nanoserve.bench.trace_events import check_trace_path
 
         check_trace_path(trace)
     if len(wanted) == 1 and prompts_file is None and out is None and not (as_json or resume):
         done = generate_one(wanted[0], engine, sampling)
     else:
         done = generate_many(wanted, engine, sampling, out=out, resume=resume, as_json=as_json)
-    if trace and done.engine:
-        recorder = Recorder()
-        recorder.watch(done.engine)
-        recorder.write(trace)
-        remark(f"trace: {trace} (open it in ui.perfetto.dev)")
+    if trace:
+        keep_trace(trace, done)
     if stats and done.engine:
         from nanoserve.cli.stats import describe_stats
 

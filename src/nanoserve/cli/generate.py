@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import typer
 
+from nanoserve.bench.trace_events import Recorder
 from nanoserve.cli.options import EngineOptions, SamplingOptions
 from nanoserve.cli.prompts import Prompt
 from nanoserve.cli.results import ResultsFile, as_line, check_new, finished_indices, result_json
@@ -62,6 +63,18 @@ class Generated:
     first_text_s: float | None
     num_broken: int
     is_mid_line: bool = False
+
+
+def keep_trace(path: Path, done: Generated) -> None:
+    """Steps, slots and requests of the engine for Perfetto; of none, where nothing was left to do.
+
+    Raises ValueError if the file cannot be written.
+    """
+    recorder = Recorder()
+    if done.engine is not None:
+        recorder.watch(done.engine)
+    recorder.write(path)
+    remark(f"trace: {path} (open it in ui.perfetto.dev)")
 
 
 def load(engine: EngineOptions, sampling: SamplingOptions) -> tuple[LLM, SamplingParams]:

@@ -126,7 +126,7 @@ FULL = Scale(
     context=64,
     rules=Rules(budget_s=80.0, min_rounds=8, max_rounds=40),
 )
-"""float16 is read and written, but not timed: on a CPU without its arithmetic a step takes minutes."""
+"""float16 is read and written, but not timed: a step takes minutes on most CPUs."""
 
 QUICK = Scale(
     quality_formats=("KV int8", "float16", "bfloat16", "int8", "int4"),
