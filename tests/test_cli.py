@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from helpers import tiny_model
 from tokenizers.pre_tokenizers import ByteLevel
 
 from nanoserve import __version__, verify

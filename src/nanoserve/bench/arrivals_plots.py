@@ -300,7 +300,7 @@ def longest_queue(data: PlotData, arm: str) -> int:
 def burst_headline(data: PlotData) -> str:
     static, chunked = (data["ttft_ms"][arm] for arm in (STATIC, CHUNKED))
     return (
-        f"{data['model']}, one burst: its first tokens take {static:,.0f} ms under static batching, "
+        f"{data['model']}, one burst: first tokens take {static:,.0f} ms under static batching, "
         f"{chunked:,.0f} ms under continuous"
     )
 
