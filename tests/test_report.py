@@ -389,3 +389,10 @@ def test_headings_name_the_executor(told: Results) -> None:
     entry = told.sections[0].runs[0]
     assert isinstance(entry, Told)
     assert entry.heading.endswith(f", {entry.run.header['executor']} executor")
+
+
+def test_numbers_of_numpy_reach_the_page_and_nothing_else_does() -> None:
+    assert json.dumps(np.int64(3), default=page.plain) == "3"
+    assert json.dumps([np.float32(0.5), np.bool_(True)], default=page.plain) == "[0.5, true]"
+    with pytest.raises(TypeError, match="object has no place"):
+        json.dumps(object(), default=page.plain)

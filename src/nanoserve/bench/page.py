@@ -16,6 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nanoserve.bench.findings import Table, machine_name
 from nanoserve.bench.interactive import Interactive, Panel, interactive
 from nanoserve.bench.plots import STYLE
@@ -171,7 +173,8 @@ def caption_html(made: Interactive, picture: Picture[Any]) -> str:
 def panel_html(name: str, stem: str, panel: Panel, alt: str) -> str:
     """A place for one panel, and its data as JSON that no markup can break out of."""
     data = {"traces": panel.traces, "layout": panel.layout}
-    text = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), default=plain)
+    text = text.replace("<", "\\u003c")
     label = ": ".join(filter(None, (alt, panel.title)))
     linked = "" if panel.linked is None else f' data-linked="{escape(stem)}-{panel.linked}"'
     kind = "panel whole" if linked else "panel"
@@ -210,3 +213,10 @@ def cell_html(text: str, place: int) -> str:
         return f'<th scope="row">{escape(text)}</th>'
     kind = "" if NUMERIC.match(text) else ' class="words"'
     return f"<td{kind}>{escape(text)}</td>"
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's, which a drawing may hold, as Python's. Raises TypeError for all else."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no place on the page")
