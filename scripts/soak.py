@@ -1,7 +1,7 @@
 """Mixed traffic against a real server for minutes on end: nothing lost, no 5xx, memory flat.
 
     python scripts/soak.py                  # ten minutes
-    python scripts/soak.py --minutes 1      # what CI runs
+    python scripts/soak.py --minutes 0.5    # what CI runs
 
 Starts `nanoserve serve`, and clients beside it that stream, wait, walk away, send nonsense, send
 long prompts and, now and then, come all at once. Every request must end as it should: an answer

@@ -12,9 +12,9 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "soak.py"
 
 
 @pytest.mark.slow
-def test_a_minute_of_mixed_traffic_finds_nothing() -> None:
+def test_half_a_minute_of_mixed_traffic_finds_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--minutes", "1"],
+        [sys.executable, str(SCRIPT), "--minutes", "0.5"],
         capture_output=True,
         text=True,
         timeout=240,
