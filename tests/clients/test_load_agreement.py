@@ -27,8 +27,8 @@ NUM_REQUESTS, NUM_SATURATING, NUM_PROBING = 40, 32, 4
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 64, 32
 HALF = 0.5
 TOLERANCE = 0.2
-"""Of medians on a machine that others use as well. Seen: throughput within 0.4 %, gaps within 1 to 6 %,
-first tokens 5 to 11 % earlier by our own clock. A clock that starts in the wrong place, or events
+"""Of medians on a machine that others use as well. Seen: throughput within 0.4 %, gaps within 1 to
+6 %, first tokens 5 to 11 % earlier by our own. A clock that starts in the wrong place, or events
 counted as tokens, is off by more than this."""
 
 
