@@ -23,7 +23,7 @@ from matplotlib.patches import Circle
 
 from nanoserve.bench import page, report
 from nanoserve.bench.chapters import CHAPTERS
-from nanoserve.bench.interactive import Panel, interactive
+from nanoserve.bench.interactive import Panel, interactive, words
 from nanoserve.bench.record import Run, find_runs, full_name
 from nanoserve.bench.report import Results, Told
 from nanoserve.bench.traps import TRAPS
@@ -396,3 +396,8 @@ def test_numbers_of_numpy_reach_the_page_and_nothing_else_does() -> None:
     assert json.dumps([np.float32(0.5), np.bool_(True)], default=page.plain) == "[0.5, true]"
     with pytest.raises(TypeError, match="object has no place"):
         json.dumps(object(), default=page.plain)
+
+
+def test_a_power_of_ten_is_written_for_a_browser() -> None:
+    assert words(r"$\mathdefault{10^{-7}}$") == "10<sup>-7</sup>"
+    assert words("a < b & c") == "a &lt; b &amp; c"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,9 +117,14 @@ def colour(value: Any, alpha: float | None = None) -> str:
     return f"rgba({numbers},{opacity:.3g})"
 
 
+POWER = re.compile(r"\$\\mathdefault\{(\d+)\^\{(-?\d+)\}\}\$")
+"""How matplotlib writes the ticks of a logarithmic axis."""
+
+
 def words(text: str) -> str:
-    """Text for plotly.js, which takes some of HTML in it."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", "<br>")
+    """Text for plotly.js, which takes some of HTML in it, and powers of ten in no other way."""
+    plain = text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", "<br>")
+    return POWER.sub(r"\1<sup>\2</sup>", plain)
 
 
 def left_out(artist: Artist) -> list[Json]:
