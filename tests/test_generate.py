@@ -126,20 +126,22 @@ def test_nothing_to_generate_and_nothing_to_begin_with() -> None:
 SEEDS_124M = (1, 2, 3, 4, 5, 6)
 LENGTHS_124M = [
     *(15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200),
-    *(255, 256, 257, 400, 511, 512, 513, 768, 1022, 1023),
+    *(255, 256, 257, 400, 511),
 ]
 
 
 def error_on_the_124m_shape(engine: Engine, naive: Engine, seed: int) -> tuple[float, float]:
-    """(largest logit error, smallest top-two margin) of one whole window, its tokens compared.
+    """(largest logit error, smallest top-two margin) of half a window, its tokens compared.
 
-    1,007 cached tokens against one full pass that gives every next-token choice, and against the
-    naive engine (a fresh forward over the text so far) at 24 lengths.
+    496 cached tokens against one full pass that gives every next-token choice, and against the
+    naive engine (a fresh forward over the text so far) at 19 lengths. Whole windows
+    are in test_mini_equality.py and, as bytes, in test_native.py.
     """
     prompt = prompt_of(16, seed)
-    (output,) = run(engine, [prompt], TO_THE_END)
+    half = SamplingParams(max_tokens=496, temperature=0.0, ignore_eos=True)
+    (output,) = run(engine, [prompt], half)
     tokens = tokens_of(output)
-    assert len(tokens) == 1008  # the last of them follows position 1,023
+    assert len(tokens) == 496
     assert oracle.distinct_share(tokens) >= 0.5
     text = [*prompt, *tokens]
     rows = every_row(model_of(engine), text[:-1])
@@ -158,13 +160,13 @@ def error_on_the_124m_shape(engine: Engine, naive: Engine, seed: int) -> tuple[f
 
 @pytest.mark.slow
 def test_on_the_124m_shape_the_cached_text_is_the_naive_one() -> None:
-    """In a thousand choices of random weights one is often too close to prove anything: then the
+    """In hundreds of choices of random weights one is often too close to prove anything: then the
     next seed's text is taken, until one is not. Every text's tokens and logits are compared.
     """
     shape = {"model": "gpt2", "load_format": "dummy", "device": "cpu", "executor": "eager"}
     engine = Engine(engine_config(**shape, max_num_seqs=1))
     naive = Engine(engine_config(**shape, kv_layout="recompute"), donor=engine)
-    assert len(set(LENGTHS_124M)) == 24
+    assert len(set(LENGTHS_124M)) == 19
     for seed in SEEDS_124M:
         error, margin = error_on_the_124m_shape(engine, naive, seed)
         assert error < 1e-4
