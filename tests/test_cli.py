@@ -909,6 +909,18 @@ def test_models_as_a_table_and_as_json(command: Command) -> None:
         assert re.search(rf"^ *{listed_model['name']} ", table.out, re.MULTILINE)
 
 
+def test_models_with_odd_names_are_shown_as_they_are(command: Command, hf_home: Path) -> None:
+    for name in ("a[bold]--:smile:", "esc\x1b[31m--c"):
+        snapshot = hf_home / "hub" / f"models--{name}" / "snapshots" / "main"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text('{"model_type": "gpt2"}')
+    shown = command("models")
+    assert shown.code == 0
+    assert "  a[bold]/:smile: " in shown.out
+    assert "  esc\ufffd[31m/c " in shown.out
+    assert "\x1b" not in shown.out
+
+
 def test_plan_says_what_fits(command: Command, model: Path) -> None:
     arguments = ("plan", "--model", str(model), "--gpu-memory", "1MiB", "--context", "32")
     made = json.loads(command(*arguments, "--dtype", "float32", "--json").out)
@@ -928,6 +940,8 @@ def test_plan_takes_ceilings_from_a_file(command: Command, model: Path, tmp_path
     path.write_text(json.dumps(rates))
     arguments = ("plan", "--model", str(model), "--gpu-memory", "2MiB", "--ceilings", str(path))
     made = json.loads(command(*arguments, "--json").out)
+    path.write_text(json.dumps(rates), encoding="utf-8-sig")  # as some editors save it
+    assert json.loads(command(*arguments, "--json").out) == made
     one, many = made["steps"]
     assert (one["num_seqs"], many["num_seqs"]) == (1, made["num_sequences"])
     assert one["step_s"] == pytest.approx(one["num_seqs"] / one["tokens_per_s"])
@@ -953,6 +967,15 @@ def test_plan_refuses_json_that_is_not_ceilings(command: Command, tmp_path: Path
     refused = command("plan", "--model", "gpt2", "--gpu-memory", "2GiB", "--ceilings", str(path))
     assert (refused.code, refused.out) == (2, "")
     assert "not a record of ceilings" in refused.complaint
+
+
+def test_names_with_markup_are_shown_as_they_are(command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "m[/x]:smile:[bold]"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    shown = command("plan", "--model", str(folder), "--gpu-memory", "24GiB")
+    assert shown.code == 0
+    assert "m[/x]:smile:[bold]" in shown.out.replace("\n", "")
 
 
 def test_plan_of_this_machine(command: Command, model: Path) -> None:

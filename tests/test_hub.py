@@ -362,6 +362,7 @@ def test_list_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = cache(sharded_model(), "o/whole", commit="d" * 40, ref="v2/old".replace("/", "-"))
     cache({"config.json": b'{"model_type": "bert"}'}, "o/bert")
     cache({"config.json": b"{"}, "o/broken")
+    cache({"config.json": b"[" * 200_000}, "o/deep")
     listed = list_models()
     assert (
         ListedModel(
@@ -376,7 +377,7 @@ def test_list_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_key = {(m.name, m.revision): m for m in listed}
     assert by_key["o/whole", "v2-old"].folder == old
     assert (by_key["o/half", "main"].folder, by_key["o/half", "main"].complete) == (half, False)
-    assert not {"o/bert", "o/broken"} & {m.name for m in listed}
+    assert not {"o/bert", "o/broken", "o/deep"} & {m.name for m in listed}
     assert (listed[0].name, listed[0].kind) == ("mini", "embedded")
     assert listed[0].size_bytes == sum(map(len, whole_model().values()))
     assert [m.name for m in listed if m.kind == "dummy"] == list(BUILT_IN_SHAPES)

@@ -43,6 +43,7 @@ from nanoserve.cli.terminal import (
     let_interrupts_raise,
     logger,
     manners,
+    printable,
     remark,
     show,
 )
@@ -259,11 +260,13 @@ def models(*, as_json: AsJson = False) -> None:
     table.add_column("folder", overflow="fold")  # a path that was cut short is of no use
     for model in found:
         table.add_row(
-            model.name,
+            printable(model.name),
             model.kind if model.complete else f"{model.kind}, incomplete",
             "" if model.size_bytes is None else format_bytes(model.size_bytes),
-            model.revision,
-            "built-in shape, random weights" if model.folder is None else str(model.folder),
+            printable(model.revision or ""),
+            "built-in shape, random weights"
+            if model.folder is None
+            else printable(str(model.folder)),
         )
     show(table)
 

@@ -54,7 +54,7 @@ def plan_asked_for(
 def read_ceilings(path: Path) -> Ceilings:
     """What `--ceilings` names. Raises ValueError for what cannot be read, or holds none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"--ceilings: {path} cannot be read: {reason}") from error

@@ -80,7 +80,7 @@ def _parse(line: str, index: int, where: str) -> Prompt:
     """`{"prompt": "text" or [ids], "id": ...}`; nothing else is read, so nothing else may stand."""
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict) or "prompt" not in value:
         raise ValueError(f'{where} must be an object with a "prompt"')

@@ -164,7 +164,7 @@ def _checked_index(line: bytes, where: str, prompts: Sequence[Prompt], settings:
         result = json.loads(line)
         index, found = int(result["index"]), dict(result["settings"])
         contents = (result["prompt"], tuple(result["prompt_token_ids"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise not_a_result(where) from error
     if not 0 <= index < len(prompts) or prompts[index].content not in contents:
         raise ValueError(f"{where} is the result of another prompt: name another file with --out")

@@ -56,10 +56,13 @@ class _Remarks(logging.Handler):
 
 
 def show(result: RenderableType) -> None:
-    """A table, on standard output; a closed pipe raises, as it does for text."""
+    """A table, on standard output; a closed pipe raises, as it does for text.
+
+    What a folder or a model is called is shown as it is: no markup, no emoji.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(result)
     typer.echo(captured.get(), nl=False)

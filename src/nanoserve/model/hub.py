@@ -276,7 +276,7 @@ def read_json(path: Path) -> dict[str, object]:
     """The JSON object in `path`. Raises ValueError, naming the file, if it holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")

@@ -25,6 +25,9 @@ PREFILL_ROWS = 512
 HUGE_PAGE_BYTES = 2**21
 """What the native core's mappings are made of."""
 
+MAX_BYTES = 2**63 - 1
+"""What one address space holds at most; no memory is larger."""
+
 UNITS: dict[str, int] = {
     "": 1,
     "b": 1,
@@ -40,17 +43,19 @@ UNITS: dict[str, int] = {
 
 
 def parse_bytes(text: str | int, *, option: str = "--gpu-memory") -> int:
-    """Bytes meant by "24GiB", "512 MB", "1.5gib" or a plain number of bytes; at least one.
+    """Bytes meant by "24GiB", "512 MB", "1.5gib" or a number of bytes; from 1 to `MAX_BYTES`.
 
     Binary and decimal units are told apart as usual (GiB is 2**30, GB is 10**9); a bare "G" could
     be either and is refused. Raises ValueError that names `option`.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    # So many digits are more than any size has, and Python reads no more than 4300 of them.
+    match = re.fullmatch(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([a-z]*)\s*", str(text).lower())
     unit = UNITS.get(match[2]) if match else None
     num_bytes = int(Fraction(match[1]) * unit) if match and unit else 0
-    if num_bytes < 1:
+    if not 1 <= num_bytes <= MAX_BYTES:
         raise ValueError(
-            f"{option} must be a positive size such as 24GiB, 512MB or 1000000000, got {text!r}"
+            f"{option} must be a positive size such as 24GiB, 512MB or 1000000000, below 8 EiB, "
+            f"got {text!r:.80}"
         )
     return num_bytes
 

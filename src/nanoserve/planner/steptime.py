@@ -29,11 +29,17 @@ EAGER_OPERATIONS_PER_STEP = 35
 """Named term: the same outside the blocks (embeddings, bookkeeping, last LayerNorm, head)."""
 
 
+MAX_RATE = 1e30
+"""Bytes or operations a second. Beyond it, or below one a second, lies no machine but a mistake,
+and step times that no float holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
     """What a machine was measured to do at best: the only fitted terms of the step-time model.
 
     `matmul_flops_per_s` is by dtype; `dispatch_s` is the cost of one operation with nothing to do.
+    Raises ValueError for rates that are not from 1 to `MAX_RATE`, and for a cost that is no time.
     """
 
     read_bytes_per_s: float
@@ -42,8 +48,10 @@ class Ceilings:
 
     def __post_init__(self) -> None:
         rates = [self.read_bytes_per_s, *self.matmul_flops_per_s.values()]
-        if not all(math.isfinite(rate) and rate > 0 for rate in rates) or self.dispatch_s < 0:
-            raise ValueError(f"ceilings must be positive, got {self}")
+        if not all(1 <= rate <= MAX_RATE for rate in rates) or not 0 <= self.dispatch_s < math.inf:
+            raise ValueError(
+                f"ceilings must be positive, rates between 1 and {MAX_RATE:g}, got {self}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as recorded and cached."""
@@ -62,7 +70,7 @@ class Ceilings:
                 matmul_flops_per_s={k: float(v) for k, v in value["matmul_flops_per_s"].items()},
                 dispatch_s=float(value["dispatch_s"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a record of ceilings: {error}") from error
 
 
