@@ -25,8 +25,8 @@ from helpers import (
     tokens_of,
 )
 
-from nanoserve.engine.batch import RowSampling, pack_batch
-from nanoserve.engine.build import graph_obstacle, resolve_executor
+from nanoserve.engine.batch import SAMPLED, RowSampling, pack_batch
+from nanoserve.engine.build import graph_obstacle, make_shadow, resolve_executor
 from nanoserve.engine.eager import EagerExecutor
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.graph import (
@@ -129,6 +129,15 @@ def test_preempted_forked_and_found_again_it_is_the_same_text() -> None:
         outputs.append([c.token_ids for o in (*once, *again) for c in o.outputs])
         assert_nothing_left(engine)
     assert outputs[0] == outputs[1]
+
+
+def test_its_weights_are_shared_with_an_audits_twin() -> None:
+    """Whatever executor a GPU has, an audit must not hold the weights twice."""
+    engine, graph, _ = graph_engine(kv_cache_dtype="int8")
+    twin = make_shadow(replace(engine.parts, executor=graph))
+    assert isinstance(twin, EagerExecutor)
+    assert twin.model is graph.eager.model
+    assert (twin.spec.cache_dtype, twin.spec.executor) == ("float32", "eager")
 
 
 def decode_setup(
@@ -274,6 +283,23 @@ def test_slots_that_are_not_there_are_refused_before_anything_is_written() -> No
     with pytest.raises(CacheFullError, match="slot 2064 is outside this cache's 2064"):
         graphs.replay(Bucket(2, 128), outside)
     assert all(map(torch.equal, before, graphs._cache.keys))
+
+
+@pytest.mark.parametrize("slot,block,words", [(10**6, 0, "slot 1000000"), (0, -1, "block -1")])
+def test_a_step_that_cannot_be_replayed_copies_no_block(slot: int, block: int, words: str) -> None:
+    engine, graph, _ = graph_engine()
+    run(engine, PROMPTS[:2], greedy(3))
+    keys = graph._cache.keys[0].view(torch.int32)  # of NaN, too, the bits are compared
+    before = keys.clone()
+    batch = pack_batch(
+        [[0], [0], [slot], [0, 1], [1], [0], [SAMPLED], [0, 1], [block]],
+        table_width=1,
+        sampling=(ANY_SAMPLING,),
+        draws=[0.0],
+    )
+    with pytest.raises(CacheFullError, match=words):
+        graph.execute(batch)
+    assert torch.equal(keys, before)
 
 
 def test_rows_that_are_not_finite_end_their_request_alone() -> None:

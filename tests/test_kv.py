@@ -173,6 +173,11 @@ def test_a_step_that_does_not_fit_raises_before_a_byte_is_written() -> None:
         slots = torch.tensor([0, 1, slot, 3], dtype=torch.int32)
         outside = replace(within, slot_mapping=slots)
         assert_refused_untouched(zeroed(), outside, f"slot {slot} is outside this cache's 28")
+    for block in (7, -1):  # -1 would silently be the scratch block
+        table = step_of([(0, 4, [block])], 4, fork)
+        assert_refused_untouched(
+            zeroed(), replace(table, slot_mapping=within.slot_mapping), f"names block {block}"
+        )
     for pair in ((1, 6), (1, -1), (6, 1), (-1, 1)):
         copies = step_of([(0, 4, [0])], 4, ((1, 2), pair))
         assert_refused_untouched(zeroed(), copies, "is copied from or to, this cache has 6")

@@ -111,13 +111,12 @@ def make_executor(
             spec, tensors, donor=given if isinstance(given, NativeExecutor) else None
         )
     from nanoserve.engine.eager import EagerExecutor
-
-    eager_donor = given if isinstance(given, EagerExecutor) else None
-    if spec.executor == "eager":
-        return EagerExecutor(spec, tensors, donor=eager_donor)
     from nanoserve.engine.graph import GraphExecutor
 
-    eager_donor = given.eager if isinstance(given, GraphExecutor) else eager_donor
+    holder = given.eager if isinstance(given, GraphExecutor) else given
+    eager_donor = holder if isinstance(holder, EagerExecutor) else None
+    if spec.executor == "eager":
+        return EagerExecutor(spec, tensors, donor=eager_donor)
     return GraphExecutor(spec, tensors, donor=eager_donor)
 
 

@@ -270,12 +270,20 @@ class GraphExecutor:
         if bucket is None:
             return False
         copies = batch.block_copies.tolist()
-        self._cache.layout.check_contexts(batch.context_lens.tolist(), batch.table_width)
-        self._cache.layout.check_copies(copies)
+        self._check(batch, copies)
         self._cache.copy_blocks(copies)
         rows = (batch.token_ids, batch.positions, batch.slot_mapping, batch.block_tables)
         self.graphs.replay(bucket, DecodeRows(*rows))
         return True
+
+    def _check(self, batch: StepBatch, copies: list[list[int]]) -> None:
+        """Raise CacheFullError, before anything is written, for what the cache does not have."""
+        layout = self._cache.layout
+        layout.check_contexts(batch.context_lens.tolist(), batch.table_width)
+        layout.check_copies(copies)
+        layout.check_slots(int(batch.slot_mapping.min()), int(batch.slot_mapping.max()))
+        if batch.table_width:
+            layout.check_tables(int(batch.block_tables.min()), int(batch.block_tables.max()))
 
     def _read(self, batch: StepBatch) -> StepResult:
         """The only place where the host waits for the device."""

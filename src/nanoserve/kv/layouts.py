@@ -31,14 +31,16 @@ class BlockLayout:
         return self.num_blocks * self.block_size
 
     def check(self, step: StepTensors) -> None:
-        """Raise CacheFullError unless the step's contexts, copies and slots exist.
+        """Raise CacheFullError unless the step's contexts, copies, slots and blocks exist.
 
-        Slots that lie on a GPU are not looked at: that would stop the host.
+        Slots and blocks that lie on a GPU are not looked at: that would stop the host.
         """
         self.check_contexts(step.context_lens, step.block_tables.shape[1])
         self.check_copies(step.block_copies)
         if step.slot_mapping.device.type == "cpu" and step.slot_mapping.numel():
             self.check_slots(int(step.slot_mapping.min()), int(step.slot_mapping.max()))
+        if step.block_tables.device.type == "cpu" and step.block_tables.numel():
+            self.check_tables(int(step.block_tables.min()), int(step.block_tables.max()))
 
     def check_contexts(self, context_lens: Sequence[int], table_width: int) -> None:
         longest = max(context_lens, default=0)
@@ -62,6 +64,14 @@ class BlockLayout:
             raise CacheFullError(
                 f"slot {low if low < 0 else high} is outside this cache's {limit} "
                 f"({self.num_blocks} blocks of {self.block_size} and a scratch block)"
+            )
+
+    def check_tables(self, low: int, high: int) -> None:
+        """A block below 0 would be read from the end: another's, and no error."""
+        if low < 0 or high > self.num_blocks:
+            raise CacheFullError(
+                f"a block table names block {low if low < 0 else high}, this cache has "
+                f"{self.num_blocks} and a scratch block"
             )
 
     def tables(self, step: StepTensors) -> list[Tensor]:
