@@ -257,6 +257,7 @@ def test_without_a_timeout_nothing_is_held_back() -> None:
         ({"batching_timeout": 1.0}, "--batching-timeout 1 needs --batching static, got .* contin"),
         ({"batching": "static", "batching_timeout": -1.0}, "--batching-timeout must be a finite"),
         ({"batching": "static", "batching_timeout": "1"}, "must be a number of seconds"),
+        ({"batching": "static", "batching_timeout": 10**400}, "--batching-timeout must be a fin"),
     ],
 )
 def test_a_timeout_that_makes_no_sense_is_refused(values: dict[str, Any], complaint: str) -> None:

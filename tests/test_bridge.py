@@ -104,6 +104,29 @@ async def assert_nothing_left(bridge: Bridge) -> None:
 
 
 @on_loop
+@pytest.mark.parametrize("seconds", [3600.0, 1e300])
+async def test_a_static_batch_that_waits_holds_up_no_start_no_abort_and_no_end(
+    seconds: float,
+) -> None:
+    """1e300: longer than the system can wait, which must not end the thread."""
+    engine = tiny_engine(batching="static", batching_timeout=seconds, max_num_seqs=2)
+    async with running(engine) as bridge:
+        gone = enter(bridge, [prompt_of(5)], ENDLESS)
+        await until(lambda: bridge.load.num_waiting == 1)
+        bridge.leave(gone)
+        await until(lambda: bridge.load.num_waiting == 0)
+        tickets = [enter(bridge, [prompt_of(n)], greedy(4)) for n in (3, 6)]
+        for ticket in tickets:
+            await read(ticket)
+        for ticket in tickets:
+            bridge.leave(ticket)
+        await assert_nothing_left(bridge)
+        held = enter(bridge, [prompt_of(5)], ENDLESS)
+        await until(lambda: bridge.load.num_waiting == 1)
+        bridge.leave(held)
+
+
+@on_loop
 async def test_each_gets_its_own_tokens() -> None:
     prompts, params = [prompt_of(n, n) for n in (3, 17, 40)], greedy(12)
     expected = run(tiny_engine(), prompts, params)

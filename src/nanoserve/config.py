@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -446,5 +447,5 @@ def _check_seconds(option: str, value: object) -> None:
     """Raise ValueError unless `value` is a finite number of seconds from 0 on."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{option} must be a number of seconds, got {value!r}")
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= sys.float_info.max:  # an int may be larger, and is no time either
         raise ValueError(f"{option} must be a finite number of seconds from 0 on, got {value}")

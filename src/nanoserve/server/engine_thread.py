@@ -175,7 +175,7 @@ class EngineThread:
 
     def _pause_s(self) -> float | None:
         """How long there will be nothing to do, unless somebody calls; None: for ever."""
-        return self.engine.idle_s if self._can_step else None
+        return min(self.engine.idle_s, threading.TIMEOUT_MAX) if self._can_step else None
 
     @property
     def _can_step(self) -> bool:
@@ -195,7 +195,9 @@ class EngineThread:
         limit = self.engine.spec.max_model_len
         num_prompt = max(1, min(WARM_UP_TOKENS, limit // 2))
         params = SamplingParams(max_tokens=min(3, limit - num_prompt), ignore_eos=True, seed=0)
-        self.engine.add(WARM_UP_ID, [0] * num_prompt, params)
+        # As old as a static batch must be: nobody comes to fill it.
+        arrival_s = self.engine.clock() - (self.engine.scheduler.batching_timeout or 0.0)
+        self.engine.add(WARM_UP_ID, [0] * num_prompt, params, arrival_s=arrival_s)
         while self.engine.has_unfinished:
             self.engine.step()
         self._cold = replace(self.engine.scheduler.counters)
