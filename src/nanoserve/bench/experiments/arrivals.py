@@ -461,7 +461,7 @@ def prepare(options: Options, scale: Scale, screen: Screen) -> Prepared:
     screen.say("saturating the engine; then the gate: do all arms emit the same tokens?")
     limits = earlier_limits(options, engine) or measure_limits(engines, parts, scale)
     engines.make_waiting(limits.timeout_s)
-    gate = Gate(is_exact=engine.spec.dtype == "float32")
+    gate = Gate(is_exact=engine.spec.is_exact)
     pass_gate(engines, parts, gate)
     seed = ARRIVAL_SEED if options.seed is None else options.seed
     cells = make_cells(parts, limits.saturation, scale, seed)
@@ -510,7 +510,7 @@ def measure(options: Options, screen: Screen) -> Run:
     scale = QUICK if options.quick else FULL
     prepared = prepare(options, scale, screen)
     sha256 = write_schedule_file(options, prepared.trial([], {}), prepared.cells)
-    expected = Expected(is_exact=prepared.engine.spec.dtype == "float32")
+    expected = Expected(is_exact=prepared.engine.spec.is_exact)
     groups = [make_group(prepared.engines, cell, expected) for cell in prepared.cells]
     trial = prepared.trial(groups, make_header(prepared, sha256))
     setup = {

@@ -9,14 +9,14 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nanoserve.bench.conduct import AAArms, Trial, conduct
 from nanoserve.bench.experiments.ceilings import make_yardsticks
 from nanoserve.bench.experiments.kvcache import Gate, Tokens, measured_ceilings, write
 from nanoserve.bench.findings import ceilings_of
-from nanoserve.bench.formats import expect_step, format_suffix
+from nanoserve.bench.formats import check_room, expect_step, format_suffix
 from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
 from nanoserve.bench.proxies import BatchRecorder
 from nanoserve.bench.record import Record, Run
@@ -41,11 +41,11 @@ LEAD = 2
 """Tokens each sequence emits: prefill's, and that of the step which is timed."""
 
 
-def arm_name(batch: int) -> str:
+def batch_name(batch: int) -> str:
     return f"batch {batch}"
 
 
-AA = AAArms(arm=arm_name(AA_BATCH), same_arm=f"{arm_name(AA_BATCH)} again", part="step")
+AA = AAArms(arm=batch_name(AA_BATCH), same_arm=f"{batch_name(AA_BATCH)} again", part="step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ def gated_group(engine: Engine, batches: Sequence[int], context: int, gate: Gate
         step, written = taken_step(engine, prompts[:batch], gate.num_logprobs)
         where = f"batch {batch}, context {context}"
         gate.compare(where, written, alone[:batch], names=("the batch", "the sequence alone"))
-        arms[arm_name(batch)] = repeated(engine, step)
+        arms[batch_name(batch)] = repeated(engine, step)
         if batch == AA_BATCH:
             arms[AA.same_arm] = repeated(engine, step)
     per_token = kv_bytes_per_token(engine.model_config, engine.spec.cache_dtype)
@@ -119,7 +119,7 @@ def gated_group(engine: Engine, batches: Sequence[int], context: int, gate: Gate
         arms=arms,
         labels={
             "context": context,
-            "batches": {arm_name(batch): batch for batch in batches},
+            "batches": {batch_name(batch): batch for batch in batches},
             "kv_bytes_per_sequence": context * per_token,
         },
     )
@@ -135,10 +135,46 @@ def predict(engine: Engine, ceilings: Ceilings, contexts: Sequence[int], scale: 
         "ceilings": ceilings.to_json(),
         "predictions": {
             f"context {context}": {
-                arm_name(batch): expect(StepShape(num_seqs=batch, context=context))
+                batch_name(batch): expect(StepShape(num_seqs=batch, context=context))
                 for batch in scale.batches
             }
             for context in contexts
+        },
+    }
+
+
+def format_arms(
+    engines: Mapping[str, Engine], gates: Mapping[str, Gate], batch: int, context: int
+) -> dict[str, Arm]:
+    """The decode step of every format, once each emits in it what its last sequence emits alone."""
+    arms: dict[str, Arm] = {}
+    for name, engine in engines.items():
+        gate, prompts = gates[name], prompts_of(engine, batch, context)
+        step, written = taken_step(engine, prompts, gate.num_logprobs)
+        alone = write(engine, prompts[-1:], LEAD, num_logprobs=gate.num_logprobs)
+        where = f"{name}, {batch_name(batch)}"
+        gate.compare(where, written[-1:], alone, names=("the batch", "the sequence alone"))
+        arms[name] = repeated(engine, step)
+    return arms
+
+
+def predict_formats(
+    engines: Mapping[str, Engine], ceilings: Ceilings, batches: Sequence[int], context: int
+) -> Record:
+    """What the planner expects of every format at each batch, before any of them was run."""
+    return {
+        "ceilings": ceilings.to_json(),
+        "predictions": {
+            batch_name(batch): {
+                name: expect_step(
+                    ceilings,
+                    engine.model_config,
+                    StepShape(num_seqs=batch, context=context),
+                    engine,
+                )
+                for name, engine in engines.items()
+            }
+            for batch in batches
         },
     }
 
@@ -149,11 +185,7 @@ def open_batch_engine(options: Options, scale: Scale, screen: Screen) -> Engine:
     if remark:
         screen.say(remark)
     engine = open_engine(options, load_format, layout="contiguous", max_num_seqs=max(scale.batches))
-    if engine.spec.num_blocks < max(scale.batches):
-        raise ValueError(
-            f"the cache holds {engine.spec.num_blocks} sequences, {max(scale.batches)} are to be "
-            "measured: free some memory, or take a smaller --model"
-        )
+    check_room(engine, max(scale.batches))
     return engine
 
 

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, replace
 
 from nanoserve.bench.conduct import AAArms, conduct
 from nanoserve.bench.experiments.batch import (
-    LEAD,
+    batch_name,
+    format_arms,
     make_trial,
-    prompts_of,
-    repeated,
-    taken_step,
+    predict_formats,
 )
 from nanoserve.bench.experiments.ceilings import make_yardsticks
 from nanoserve.bench.experiments.kvcache import Gate, measured_ceilings, write
@@ -29,12 +28,11 @@ from nanoserve.bench.formats import (
     FORMATS,
     REFERENCE,
     check_room,
-    expect_step,
     open_formats,
     reason,
     refuse_formats,
 )
-from nanoserve.bench.measure import Arm, Group, Rules, now_s
+from nanoserve.bench.measure import Group, Rules, now_s
 from nanoserve.bench.quality import (
     Positions,
     Quality,
@@ -55,8 +53,7 @@ from nanoserve.bench.session import (
     weights_at_hand,
 )
 from nanoserve.engine.engine import Engine
-from nanoserve.planner.model import StepShape, kv_bytes_per_token, read_weight_bytes
-from nanoserve.planner.steptime import Ceilings
+from nanoserve.planner.model import kv_bytes_per_token, read_weight_bytes
 
 QUESTION = "fp32, fp16, bf16, int8 weights, int8 KV: what is the price?"
 
@@ -266,49 +263,13 @@ def study(options: Options, scale: Scale, screen: Screen) -> Record:
 # --- speed and memory -----------------------------------------------------------------------------
 
 
-def group_name(batch: int) -> str:
-    return f"batch {batch}"
-
-
-def gate_of(engine: Engine) -> Gate:
-    """Exact on the native executor, whatever the format; a near tie may part others."""
-    described = engine.executor.describe()
-    return Gate(is_exact=described["executor"] == "native" or engine.spec.dtype == "float32")
-
-
 def gated_group(
     engines: Mapping[str, Engine], gates: Mapping[str, Gate], batch: int, context: int
 ) -> Group:
-    """All formats at one batch, once each emits in it what its sequences emit alone."""
-    arms: dict[str, Arm] = {}
-    for name, engine in engines.items():
-        gate, prompts = gates[name], prompts_of(engine, batch, context)
-        step, written = taken_step(engine, prompts, gate.num_logprobs)
-        last = write(engine, prompts[-1:], LEAD, num_logprobs=gate.num_logprobs)
-        where = f"{name}, batch {batch}"
-        gate.compare(where, written[-1:], last, names=("the batch", "the sequence alone"))
-        arms[name] = repeated(engine, step)
+    """All formats at one batch."""
+    arms = format_arms(engines, gates, batch, context)
     arms[AA.same_arm] = arms[AA.arm]
-    return Group(name=group_name(batch), arms=arms, labels={"batch": batch, "context": context})
-
-
-def predict(engines: Mapping[str, Engine], ceilings: Ceilings, scale: Scale) -> Record:
-    """What the planner expects of every format and batch, before any of them was run."""
-    return {
-        "ceilings": ceilings.to_json(),
-        "predictions": {
-            group_name(batch): {
-                name: expect_step(
-                    ceilings,
-                    engine.model_config,
-                    StepShape(num_seqs=batch, context=scale.context),
-                    engine,
-                )
-                for name, engine in engines.items()
-            }
-            for batch in scale.batches
-        },
-    }
+    return Group(name=batch_name(batch), arms=arms, labels={"batch": batch, "context": context})
 
 
 def memory_of(name: str, engine: Engine) -> Record:
@@ -355,8 +316,8 @@ def measure(options: Options, screen: Screen) -> Run:
     spec = reference.spec
     yardsticks = make_yardsticks(spec.device, options.threads)
     samples = measured_ceilings(yardsticks, options, screen)
-    predicted = predict(engines, ceilings_of(samples), scale)
-    gates = {name: gate_of(engine) for name, engine in engines.items()}
+    predicted = predict_formats(engines, ceilings_of(samples), scale.batches, scale.context)
+    gates = {name: Gate(is_exact=engine.spec.is_exact) for name, engine in engines.items()}
     groups = gated_groups(engines, gates, scale, screen)
     groups += yardsticks.fastest(samples, spec.dtype)
     header = {

@@ -15,28 +15,24 @@ from dataclasses import dataclass, replace
 
 from nanoserve.bench.conduct import AAArms, conduct
 from nanoserve.bench.experiments.batch import (
-    LEAD,
+    batch_name,
+    format_arms,
     make_trial,
-    prompts_of,
-    repeated,
-    taken_step,
+    predict_formats,
 )
 from nanoserve.bench.experiments.ceilings import make_yardsticks
-from nanoserve.bench.experiments.kvcache import Gate, measured_ceilings, write
+from nanoserve.bench.experiments.kvcache import Gate, measured_ceilings
 from nanoserve.bench.findings import ceilings_of
 from nanoserve.bench.formats import (
     FORMATS,
     REFERENCE,
-    expect_step,
     open_formats,
     refuse_formats,
 )
 from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
-from nanoserve.bench.record import Record, Run
+from nanoserve.bench.record import Run
 from nanoserve.bench.session import Options, Screen, weights_at_hand
 from nanoserve.engine.engine import Engine
-from nanoserve.planner.model import StepShape
-from nanoserve.planner.steptime import Ceilings
 
 QUESTION = "how far from the limit?"
 
@@ -81,10 +77,6 @@ QUICK = Scale(
 )
 
 
-def group_name(batch: int) -> str:
-    return f"batch {batch}"
-
-
 def read_arm(load: Arm) -> Arm:
     """The read probe as an arm among steps: what it takes is a "step", too."""
 
@@ -97,40 +89,18 @@ def read_arm(load: Arm) -> Arm:
 
 
 def gated_group(
-    engines: Mapping[str, Engine], batch: int, context: int, gate: Gate, probe: Group
+    engines: Mapping[str, Engine],
+    gates: Mapping[str, Gate],
+    batch: int,
+    context: int,
+    probe: Group,
 ) -> Group:
-    """All formats at one batch, once each emits in it what its sequences emit alone."""
+    """All formats at one batch, and the read probe among them."""
     (load,) = probe.arms.values()
-    arms: dict[str, Arm] = {READ: read_arm(load)}
-    for name, engine in engines.items():
-        prompts = prompts_of(engine, batch, context)
-        step, written = taken_step(engine, prompts, gate.num_logprobs)
-        last = write(engine, prompts[-1:], LEAD, num_logprobs=gate.num_logprobs)
-        where = f"{name}, batch {batch}"
-        gate.compare(where, written[-1:], last, names=("the batch", "the sequence alone"))
-        arms[name] = repeated(engine, step)
+    arms = {READ: read_arm(load), **format_arms(engines, gates, batch, context)}
     arms[AA.same_arm] = arms[AA.arm]
     labels = {"batch": batch, "context": context, "read_bytes": probe.labels["amount"]}
-    return Group(name=group_name(batch), arms=arms, labels=labels)
-
-
-def predict(engines: Mapping[str, Engine], ceilings: Ceilings, scale: Scale) -> Record:
-    """What the planner expects of every format and batch, before any of them was run."""
-    return {
-        "ceilings": ceilings.to_json(),
-        "predictions": {
-            group_name(batch): {
-                name: expect_step(
-                    ceilings,
-                    engine.model_config,
-                    StepShape(num_seqs=batch, context=scale.context),
-                    engine,
-                )
-                for name, engine in engines.items()
-            }
-            for batch in scale.batches
-        },
-    }
+    return Group(name=batch_name(batch), arms=arms, labels=labels)
 
 
 def measure(options: Options, screen: Screen) -> Run:
@@ -150,13 +120,13 @@ def measure(options: Options, screen: Screen) -> Run:
     yardsticks = make_yardsticks(spec.device, options.threads)
     samples = measured_ceilings(yardsticks, options, screen)
     probe, *ceilings = yardsticks.fastest(samples, spec.dtype)
-    predicted = predict(engines, ceilings_of(samples), scale)
-    gate = Gate(is_exact=reference.executor.describe()["executor"] == "native")
+    predicted = predict_formats(engines, ceilings_of(samples), scale.batches, scale.context)
+    gates = {name: Gate(is_exact=engine.spec.is_exact) for name, engine in engines.items()}
     groups = []
     title = "gate: does every sequence emit the same tokens alone and in a batch?"
     with screen.progress(title, float(sum(scale.batches))) as advance:
         for batch in scale.batches:
-            groups.append(gated_group(engines, batch, scale.context, gate, probe))
+            groups.append(gated_group(engines, gates, batch, scale.context, probe))
             advance(float(batch))
     header = {
         "load_s": load_s,
@@ -167,6 +137,7 @@ def measure(options: Options, screen: Screen) -> Run:
         },
         **predicted,
     }
+    gate = gates[REFERENCE]
     trial = make_trial("roofline", reference, gate, [*groups, *ceilings], scale.rules, AA, header)
     weights = ", ".join(dict.fromkeys(FORMATS[name].weights for name in engines))
     return conduct(replace(trial, identity={**trial.identity, "dtype": weights}), options, screen)
