@@ -435,6 +435,33 @@ def test_what_a_step_cannot_address_is_refused_before_it_writes() -> None:
         executor._run(batch.with_arrays(token_ids=np.full_like(batch.token_ids, 5000)), None)
 
 
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"block_tables": np.zeros((1, 1), np.int32)}, r"block_tables must have shape \(2, 1\)"),
+        ({"context_lens": np.zeros(5, np.int32)}, r"query_starts must have shape \(6,\)"),
+        ({"token_ids": np.zeros((3, 4), np.int32)}, r"must have shape \(12,\)"),
+        ({"logit_rows": np.zeros(0, np.int32)}, r"logit_rows must have shape \(2,\), got \(0,\)"),
+        ({"block_copies": np.zeros(3, np.int32)}, r"block_copies must have shape \(3, 2\)"),
+        ({"positions": np.full(12, 2**31)}, "positions must hold int32, got int64"),
+        ({"positions": np.full(12, 2**32 + 1, np.uint64)}, "positions must hold int32"),
+        ({"positions": np.zeros(12)}, "positions must hold int32, got float64"),
+        ({"positions": np.zeros(12, np.bool_)}, "positions must hold int32, got bool"),
+        ({"lengths": np.zeros(2, np.int32)}, "a step is made of token_ids, .* lengths"),
+    ],
+    ids=str,
+)
+def test_arrays_that_make_no_step_are_refused(changes: dict[str, Any], words: str) -> None:
+    noted = Noted(tiny_model())
+    run(noted.engine, [prompt_of(5), prompt_of(7)], greedy(1))
+    batch = noted.batches[0]
+    assert (batch.num_tokens, batch.num_seqs) == (12, 2)
+    with pytest.raises(ValueError, match=words):
+        batch.with_arrays(**changes)
+    same = batch.with_arrays(positions=batch.positions.astype(np.int64))
+    assert same.integers == batch.integers
+
+
 def test_rows_that_are_not_finite_end_their_request_alone() -> None:
     noted = Noted(tiny_model())
     executor = executor_of(noted.engine)
@@ -631,6 +658,19 @@ def test_native_probes_read_and_multiply_in_every_format() -> None:
     assert set(probes.dtypes) in ({*library.WEIGHTS}, set())
     with pytest.raises(ValueError, match="at least 1"):
         probes.matmul(0, 8, 8, "float32")
+    with pytest.raises(ValueError, match="at most 16777216"):
+        probes.matmul(8, 2**31 - 1, 8, "float32")
+    with pytest.raises(ValueError, match=r"N must be below 2\*\*31"):
+        probes.matmul(8, 8, 2**32 + 8, "float32")  # ctypes would make 8 of it
+    with pytest.raises(ValueError, match="got float16"):
+        probes.matmul(8, 8, 8, "float16")
+    with pytest.raises(ValueError, match="end to end"):
+        next(iter(probes.read(values[::-2]).values()))()
+    for num_threads in (0, -1, 2**32 + 1):
+        odd = make_native_probes(num_threads)
+        assert odd is not None
+        with pytest.raises(ValueError, match="threads"):
+            odd.read(values)
 
 
 def test_without_a_core_there_are_no_native_probes(monkeypatch: pytest.MonkeyPatch) -> None:

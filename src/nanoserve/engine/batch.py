@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,14 +223,44 @@ def pack_batch(
 def batch_of(
     *, sampling: tuple[RowSampling, ...], draws: Iterable[float], **arrays: Int32
 ) -> StepBatch:
-    """A step from its integers as arrays, by the names of `PARTS`, all of them."""
-    assert arrays.keys() == set(PARTS), arrays.keys()
+    """A step from its integers as arrays, by the names of `PARTS`, all of them.
+
+    Raises ValueError for arrays that make no step: whoever computes one trusts its sizes.
+    """
+    check_arrays(arrays, len(sampling))
     return pack_batch(
         [np.ravel(arrays[name]).tolist() for name in PARTS],
         table_width=arrays["block_tables"].shape[1],
         sampling=sampling,
         draws=draws,
     )
+
+
+def check_arrays(arrays: Mapping[str, Int32], num_rows: int) -> None:
+    """Raise ValueError unless these are the arrays of `PARTS`, of one T, S and R, and int32."""
+    if arrays.keys() != set(PARTS):
+        raise ValueError(f"a step is made of {', '.join(PARTS)}, got {', '.join(arrays)}")
+    num_tokens, num_seqs = arrays["token_ids"].size, arrays["context_lens"].size
+    shapes = {
+        **dict.fromkeys(("token_ids", "positions", "slot_mapping"), (num_tokens,)),
+        **dict.fromkeys(("logit_rows", "targets"), (num_rows,)),
+        "query_starts": (num_seqs + 1,),
+        "context_lens": (num_seqs,),
+        "block_copies": (len(arrays["block_copies"]), 2),
+        "block_tables": (num_seqs, arrays["block_tables"].shape[-1]),
+    }
+    for name, values in arrays.items():
+        if values.shape != shapes[name]:
+            raise ValueError(f"{name} must have shape {shapes[name]}, got {values.shape}")
+        if not fits_int32(values):
+            raise ValueError(f"{name} must hold int32, got {values.dtype} that does not fit")
+
+
+def fits_int32(values: NDArray[Any]) -> bool:
+    """Whether all are integers that int32 holds, whatever type they come in."""
+    if values.dtype == np.int32:
+        return True
+    return values.dtype.kind in "iu" and bool((values == values.astype(np.int32)).all())
 
 
 def scratch_batch(block_size: int, num_blocks: int) -> StepBatch:

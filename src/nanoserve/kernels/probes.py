@@ -121,21 +121,32 @@ class NativeProbe:
 
     def __init__(self, core: library.Library, num_threads: int) -> None:
         self.core = core
+        check_int32("threads", num_threads)
         self.address = core.open_probe(num_threads)
         weakref.finalize(self, core.call.ns_close_probe, self.address)
 
     def read(self, values: NDArray[np.float32], *, fetches: bool) -> None:
-        """One pass over all whole lines of `values`."""
+        """One pass over all whole lines of `values`. Raises ValueError for one with gaps."""
+        if not values.flags.c_contiguous:
+            raise ValueError("a read probe needs its values end to end")
         num_lines = values.nbytes // READ_LINE_BYTES
         self.core.call.ns_probe_read(self.address, values.ctypes.data, num_lines, fetches)
 
     def put_product(self, weights: int, m: int, k: int, n: int) -> None:
         """Make the operands. Raises ValueError for a size that is none, and MemoryError."""
+        for name, size in {"M": m, "K": k, "N": n}.items():
+            check_int32(name, size)
         self.core.check(self.core.call.ns_put_product, self.address, weights, m, k, n)
 
     def multiply(self) -> None:
         """The product once."""
         self.core.check(self.core.call.ns_probe_product, self.address)
+
+
+def check_int32(name: str, value: int) -> None:
+    """Raise ValueError for a number that ctypes would cut."""
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {value}")
 
 
 class NativeProbes:
@@ -162,7 +173,11 @@ class NativeProbes:
         }
 
     def matmul(self, m: int, k: int, n: int, dtype: str) -> Load:
-        """[m, k] @ [k, n] with weights in `dtype`: 2 m k n operations. Raises MemoryError."""
+        """[m, k] @ [k, n] with weights in `dtype`: 2 m k n operations. Raises MemoryError too."""
+        if dtype not in library.WEIGHTS:
+            raise ValueError(
+                f"the native core multiplies weights in {', '.join(library.WEIGHTS)}, got {dtype}"
+            )
         probe = NativeProbe(self._core, self._num_threads)
         probe.put_product(library.WEIGHTS[dtype], m, k, n)
         return probe.multiply
