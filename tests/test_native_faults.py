@@ -48,15 +48,20 @@ def native_engine(**options: Any) -> Engine:
     return Engine(tiny_config(executor="native", **options))
 
 
-def in_a_process(code: str, *, seconds: float = 60) -> str:
-    """What it prints; it must end by itself, and well."""
-    done = subprocess.run(
+def ended(code: str, *, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    """A process that ran `SETUP` and `code`, and ended by itself."""
+    return subprocess.run(
         [sys.executable, "-c", SETUP + code],
         capture_output=True,
         text=True,
         timeout=seconds,
         check=False,
     )
+
+
+def in_a_process(code: str, *, seconds: float = 60) -> str:
+    """What it prints; it must end by itself, and well."""
+    done = ended(code, seconds=seconds)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -120,7 +125,13 @@ def test_closing_waits_for_the_step_that_runs() -> None:
 
 
 def test_the_interpreter_may_end_while_a_thread_is_in_a_step() -> None:
-    in_a_process("llm = make()\nstart_long_steps(llm)\nsys.exit(0)\n")
+    done = ended(
+        "llm = make()\n"
+        "start_long_steps(llm)\n"
+        "print('in a step:', llm.engine.has_unfinished, flush=True)\n"
+        "sys.exit(0)\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "in a step: True\n", "")
 
 
 # --- Forked ---------------------------------------------------------------------------------------
