@@ -40,7 +40,7 @@ from nanoserve.bench.experiments import ceilings, kvcache
 from nanoserve.bench.findings import kvcache as concluding
 from nanoserve.bench.measure import Rules, Sample
 from nanoserve.bench.record import Run, read_runs
-from nanoserve.bench.session import Options, Screen
+from nanoserve.bench.session import NotHereError, Options, Screen
 from nanoserve.bench.workload import prompt_token_ids
 from nanoserve.kernels import probes
 from nanoserve.kernels.cpu import library
@@ -771,6 +771,19 @@ def test_of_several_experiments_one_that_fails_does_not_lose_the_others(
     page = tmp_path / machine.slug() / "report.html"
     assert f"Page for a browser: {page}" in shown.err.replace("\n", "")
     assert "1. What does the cache buy" in page.read_text()
+
+
+def test_of_several_experiments_one_that_does_not_apply_is_no_failure(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    three(NotHereError("it times the native core"))
+    assert runner.main(["all", "--out", str(tmp_path), "--seed", "3"]) == 0
+    said = capsys.readouterr().err
+    assert "first is passed over: it times the native core" in said
+    assert "last does not apply here: it times the native core" in said
+    assert "1 of 3 experiments in " in said
 
 
 def test_ctrl_c_ends_all_of_them(

@@ -98,6 +98,14 @@ from nanoserve.bench.findings.memory import (
     sequences_table,
     terms_table,
 )
+from nanoserve.bench.findings.neighbour import (
+    NeighbourFindings,
+    mean_table,
+    neighbour_findings,
+    neighbour_numbers,
+    neighbour_paragraph,
+    tail_table,
+)
 from nanoserve.bench.findings.overhead import (
     OverheadFindings,
     end_to_end_table,
@@ -342,6 +350,18 @@ MEMORY: Chapter[MemoryFindings] = Chapter(
     numbers=memory_numbers,
 )
 
+NEIGHBOUR: Chapter[NeighbourFindings] = Chapter(
+    title="What does a busy neighbour cost?",
+    conclude=neighbour_findings,
+    paragraph=neighbour_paragraph,
+    tables={
+        "The mean decode step of one sequence, alone and beside one busy loop; the interval is of "
+        "the ratios inside rounds": mean_table,
+        "The slowest single step in a hundred, over the median of idle ones": tail_table,
+    },
+    numbers=neighbour_numbers,
+)
+
 OVERHEAD: Chapter[OverheadFindings] = Chapter(
     title="What does the engine cost beside the model?",
     conclude=overhead_findings,
@@ -439,6 +459,7 @@ CHAPTERS: Mapping[str, Chapter[Any]] = {
     "int8": INT8,
     "interference": INTERFERENCE,
     "memory": MEMORY,
+    "neighbour": NEIGHBOUR,
     "overhead": OVERHEAD,
     "peers": PEERS,
     "precision": PRECISION,

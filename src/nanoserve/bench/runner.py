@@ -33,6 +33,7 @@ from nanoserve.bench.experiments import (
     interference,
     kvcache,
     memory,
+    neighbour,
     overhead,
     peers,
     precision,
@@ -44,7 +45,7 @@ from nanoserve.bench.findings.load import load_paragraph, load_table
 from nanoserve.bench.formats import refuse_formats
 from nanoserve.bench.measure import now_s
 from nanoserve.bench.record import Run
-from nanoserve.bench.session import Options, Screen
+from nanoserve.bench.session import NotHereError, Options, Screen
 from nanoserve.bench.trace_events import Recorder, check_trace_path
 from nanoserve.config import (
     CacheDtype,
@@ -131,6 +132,12 @@ EXPERIMENTS = {
     ),
     "memory": Experiment(
         question=memory.QUESTION, measure=memory.measure, show=show_chapter, takes_formats=False
+    ),
+    "neighbour": Experiment(
+        question=neighbour.QUESTION,
+        measure=neighbour.measure,
+        show=show_chapter,
+        takes_formats=False,
     ),
     "overhead": Experiment(question=overhead.QUESTION, measure=overhead.measure, show=show_chapter),
     "peers": Experiment(
@@ -223,6 +230,7 @@ class Series:
         self.names, self.options, self.screen = names, options, screen
         self.finished: list[Run] = []
         self.failed: dict[str, str] = {}
+        self.passed_over: dict[str, str] = {}
         self._started_s = now_s()
 
     def run(self) -> int:
@@ -235,6 +243,8 @@ class Series:
             f"{len(self.finished)} of {len(self.names)} experiments in "
             f"{duration_text(now_s() - self._started_s)}"
         )
+        for name, reason in self.passed_over.items():
+            self.screen.say(f"{name} does not apply here: {reason}")
         for name, reason in self.failed.items():
             complain(f"{name} failed: {reason}", FAULT)
         return FAULT if self.failed else 0
@@ -248,9 +258,15 @@ class Series:
         return f", {duration_text(passed_s)} passed, about {duration_text(left_s)} left"
 
     def attempt(self, name: str) -> None:
-        """One experiment; if it fails, why is kept and said, a fault of ours with its traceback."""
+        """One experiment; if it fails, why is kept and said, a fault of ours with its traceback.
+
+        One that has no meaning on this device is no failure.
+        """
         try:
             self.finished.append(measure_and_show(name, self.options, self.screen))
+        except NotHereError as error:
+            self.passed_over[name] = str(error)
+            self.screen.say(f"{name} is passed over: {error}")
         except EXPECTED as error:
             self.fail(name, error)
         except Exception as error:

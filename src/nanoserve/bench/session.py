@@ -116,6 +116,12 @@ class Screen:
         return advance
 
 
+class NotHereError(ValueError):
+    """What was asked for has no meaning on this device or executor: of several experiments, such a
+    one is passed over.
+    """
+
+
 def weights_at_hand(options: Options) -> tuple[LoadFormat, str | None]:
     """The load format that needs no download, and a remark where that means random weights.
 
@@ -177,6 +183,16 @@ def open_engine(
     if options.recorder is not None:
         options.recorder.watch(engine)
     return engine
+
+
+def require_native(engine: Engine, experiment: str) -> None:
+    """Raise NotHereError for an engine on another executor than the native core."""
+    executor = engine.executor.describe()["executor"]
+    if executor != "native":
+        raise NotHereError(
+            f"{experiment} times the native core, and this engine runs on {executor}: "
+            "use --device cpu --executor native"
+        )
 
 
 def describe_engine(engine: Engine) -> Record:

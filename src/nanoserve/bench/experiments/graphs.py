@@ -28,7 +28,14 @@ from nanoserve.bench.findings import ceilings_of
 from nanoserve.bench.formats import expect_step, refuse_formats
 from nanoserve.bench.measure import Arm, Group, Rules, now_s
 from nanoserve.bench.record import Record, Run
-from nanoserve.bench.session import Options, Screen, describe_engine, open_engine, weights_at_hand
+from nanoserve.bench.session import (
+    NotHereError,
+    Options,
+    Screen,
+    describe_engine,
+    open_engine,
+    weights_at_hand,
+)
 from nanoserve.config import ExecutorName
 from nanoserve.engine.build import resolve_device
 from nanoserve.engine.engine import Engine
@@ -93,7 +100,7 @@ def open_arms(options: Options, scale: Scale, screen: Screen) -> dict[str, Engin
     refuse_formats(options, "graphs")
     device = resolve_device(options.device)
     if device not in ARMS:
-        raise ValueError(f"graphs compares executors of {', '.join(ARMS)}, got --device {device}")
+        raise NotHereError(f"graphs compares executors of {', '.join(ARMS)}, got --device {device}")
     if options.executor != "auto":
         raise ValueError("graphs compares executors with one another: leave out --executor")
     load_format, remark = weights_at_hand(options)

@@ -29,6 +29,7 @@ from nanoserve.bench.session import (
     Screen,
     describe_engine,
     describe_weights,
+    require_native,
     weights_at_hand,
 )
 from nanoserve.config import ModelConfig
@@ -202,12 +203,8 @@ class Attention:
 
 
 def native(engine: Engine) -> NativeExecutor:
-    """Raises ValueError for another executor: only the native core attends to int8 by itself."""
-    if not isinstance(engine.executor, NativeExecutor):
-        raise ValueError(
-            "int8 times the native core's attention, and this engine runs on "
-            f"{engine.executor.describe()['executor']}: use --device cpu --executor native"
-        )
+    """Its executor, which alone attends to int8 by itself."""
+    assert isinstance(engine.executor, NativeExecutor), "others were refused"
     return engine.executor
 
 
@@ -342,7 +339,7 @@ def open_engines(
         screen.say(remark)
     names = list(dict.fromkeys([*CACHES.values(), *FLAT]))
     engines, gaps = open_formats(options, names, load_format, max(scale.batches))
-    native(engines[CACHES["float32"]])
+    require_native(engines[CACHES["float32"]], "int8")
     for why in gaps.values():
         raise ValueError(why)
     return (

@@ -37,7 +37,7 @@ from nanoserve.bench.peers.face import (
 from nanoserve.bench.peers.ours import CACHE
 from nanoserve.bench.peers.process import Worker, WorkerError, one_line, worker_command
 from nanoserve.bench.record import Record, Run
-from nanoserve.bench.session import Options, Screen, hash_weights, weights_at_hand
+from nanoserve.bench.session import NotHereError, Options, Screen, hash_weights, weights_at_hand
 from nanoserve.bench.workload import prompt_token_ids
 from nanoserve.config import LoadFormat, ModelConfig
 from nanoserve.engine.build import resolve_device
@@ -477,7 +477,7 @@ def predict(model: ModelConfig, ceilings: Ceilings, cells: Sequence[Cell]) -> Re
 def check_options(options: Options) -> None:
     """Raise ValueError for what has no meaning here."""
     if resolve_device(options.device) != "cpu":
-        raise ValueError(f"peers are compared on a CPU, got --device {options.device}")
+        raise NotHereError(f"peers are compared on a CPU, got --device {options.device}")
     for name in ("dtype", "executor"):
         if (value := getattr(options, name)) != "auto":
             raise ValueError(
