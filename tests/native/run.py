@@ -60,9 +60,20 @@ def build(test: str, isa: str, folder: Path, sanitize: str = "") -> Path:
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-g", "-O1"]
     binary = folder / f"test_{test}_{isa}"
-    sources = [FOLDER / f"test_{test}.cpp", *(CPU / name for name in SOURCES[test])]
-    subprocess.run([*recipe.compiler(), *flags, "-o", binary, *sources], check=True)
+    core = [CPU / name for name in SOURCES[test]]
+    if not sanitize and SOURCES[test] == recipe.SOURCES and (library := shipped(isa)):
+        core = [library]
+    command = [*recipe.compiler(), *flags, "-o", binary, FOLDER / f"test_{test}.cpp", *core]
+    subprocess.run(command, check=True)
     return binary
+
+
+def shipped(isa: str) -> Path | None:
+    """The package's own shared object, if it was built since its sources last changed."""
+    library: Path = CPU / load("recipe").library_name(isa)
+    sources = [*CPU.glob("*.cpp"), *CPU.glob("*.h"), CPU / "recipe.py"]
+    newest = max(path.stat().st_mtime for path in sources)
+    return library if library.exists() and library.stat().st_mtime > newest else None
 
 
 def run(test: str, isas: list[str], folder: Path, sanitize: str = "") -> bool:

@@ -358,7 +358,8 @@ void test_long_contexts(Digest& digest) {
     digest.add(reference);
     engine.poison();
     compare("one slice after another", one, chunked(engine, shape.positions, 100), reference);
-    compare("token by token", two, chunked(other, shape.positions, 1), reference);
+    const int chunk = weights == NS_W_FLOAT32 ? 1 : 7;  // each token alone is dear where FMA is
+    compare("in small chunks", two, chunked(other, shape.positions, chunk), reference);
   }
 }
 
