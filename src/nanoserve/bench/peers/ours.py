@@ -67,7 +67,9 @@ def engine_config(setup: Setup) -> EngineConfig:
 
 
 class OwnPeer(SteppingPeer):
-    """See `Peer`. Blocks are handed out once and never come back: a worker serves few cells."""
+    """See `Peer`. Blocks are handed out as they are needed and never come back: a worker serves few
+    cells, and memory that nobody touches is left to the other engines.
+    """
 
     def __init__(self, setup: Setup) -> None:
         parts = build_parts(engine_config(setup))
@@ -88,19 +90,15 @@ class OwnPeer(SteppingPeer):
         sequences.append(prompts)
         return sequences
 
-    def take_blocks(self, num_seqs: int) -> list[list[int]]:
-        """A block table for each sequence, of a whole window."""
-        spec = self.executor.spec
-        width = -(-spec.max_model_len // spec.block_size)
-        first, self._next_block = self._next_block, self._next_block + num_seqs * width
-        if self._next_block > spec.num_blocks:
+    def take_blocks(self, num_blocks: int) -> range:
+        """So many that nobody has. Raises MemoryError where the cache holds no more."""
+        first, self._next_block = self._next_block, self._next_block + num_blocks
+        held = self.executor.spec.num_blocks
+        if self._next_block > held:
             raise MemoryError(
-                f"the cache holds {spec.num_blocks} blocks, {self._next_block} are wanted: free "
-                "some memory"
+                f"the cache holds {held} blocks, {self._next_block} are wanted: free some memory"
             )
-        return [
-            list(range(start, start + width)) for start in range(first, self._next_block, width)
-        ]
+        return range(first, self._next_block)
 
     def logits(self, prompt: Tokens) -> Floats:
         return self.executed_with_logits(
@@ -132,8 +130,8 @@ class OwnSequences:
     """See `Sequences`. All are of one length, and so is what a step brings to each."""
 
     def __init__(self, peer: OwnPeer, num_seqs: int) -> None:
-        self._executor = peer.executor
-        self._tables = peer.take_blocks(num_seqs)
+        self._peer, self._executor = peer, peer.executor
+        self._tables: list[list[int]] = [[] for _ in range(num_seqs)]
         self._length = 0
         self._result: StepResult | None = None
 
@@ -141,10 +139,13 @@ class OwnSequences:
         """A step that appends these texts, of one length, with logits of each one's last rows."""
         num_seqs, num_new, block_size = len(texts), len(texts[0]), self._executor.spec.block_size
         stop = self._length + num_new
+        width = -(-stop // block_size)
+        for table in self._tables:
+            table += self._peer.take_blocks(max(0, width - len(table)))
         positions = range(self._length, stop)
         starts = range(0, num_new * num_seqs + 1, num_new)
         rows = [end - back for end in starts[1:] for back in range(num_rows, 0, -1)]
-        tables = [table[: -(-stop // block_size)] for table in self._tables]
+        tables = [table[:width] for table in self._tables]
         slots = [
             t[p // block_size] * block_size + p % block_size for t in tables for p in positions
         ]
@@ -161,7 +162,7 @@ class OwnSequences:
         ]
         return pack_batch(
             parts,
-            table_width=len(tables[0]),
+            table_width=width,
             sampling=(ROW,) * len(rows),
             draws=[0.0] * len(rows),
         )
