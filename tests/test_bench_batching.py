@@ -882,6 +882,22 @@ def test_a_shared_prefix_is_computed_once(interference_run: Run) -> None:
     assert findings.warm_share.median == pytest.approx(warm_s / cold_s, rel=1e-6)
 
 
+def test_streams_last_until_the_prompt_is_through_at_an_automatic_budget_below_all_others(
+    house: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interference, "budget_by_costs", lambda *_: 16)
+    house(
+        interference,
+        budgets=(64, 128),
+        long_prompt=150,
+        prefix=64,
+        repetitions=1,
+        rules=Rules(warmups=1, dropped_rounds=1, min_rounds=6, max_rounds=6),
+    )
+    findings = interference_findings(interference.measure(options_in(tmp_path), QUIET))
+    assert sorted(point.budget for point in findings.points) == [16, 64, 128]
+
+
 def test_a_stream_that_is_left_out_of_a_step_is_an_error() -> None:
     """Then the gap between its tokens would be longer than the step that is reported."""
     engine = tiny_engine(max_num_seqs=16, max_num_batched_tokens=64, enable_prefix_caching=False)

@@ -354,7 +354,8 @@ def measure(options: Options, screen: Screen) -> Run:
     fitted_budget = budget_by_costs(costs, lengths)
     if not options.quick:
         keep_budget(widest, fitted_budget)
-    sharing = opened.open_sharing()
+    sharing = opened.open_sharing()  # perhaps with the smallest budget of all
+    lengths = fit_lengths(scale, widest.spec.max_model_len, min(engines))
     gate = Gate(is_exact=widest.spec.is_exact)
     pass_gate(engines, sharing, lengths, gate)
     first = arm_name(scale.budgets[0])
