@@ -535,6 +535,8 @@ def by_server(record: Record) -> dict[str, list[Record]]:
 
 def show(record: Record) -> None:
     """On standard output, server by server."""
+    if not record["runs"]:
+        print("nothing is recorded yet", file=sys.stderr)
     for server, runs in by_server(record).items():
         heads, rows = table(runs)
         widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -567,7 +569,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measure one run, record it, and show all that are recorded; 1 if it could not be measured."""
+    """Measure one run, record it, and show all that are recorded; 1 if there is nothing to show."""
     given = parser().parse_args()
     path = record_path(given.out)
     try:
@@ -576,7 +578,7 @@ def main() -> int:
         print(f"load_agreement: {error}", file=sys.stderr)
         return 1
     show(record)
-    return 0
+    return 0 if record["runs"] else 1
 
 
 if __name__ == "__main__":
