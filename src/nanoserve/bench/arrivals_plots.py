@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nanoserve.bench.batching_plots import draw_bars
 from nanoserve.bench.findings import machine_name
 from nanoserve.bench.findings.arrivals import (
     CHUNKED,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 COLOURS = {STATIC: "#D55E00", TIMEOUT: "#E69F00", WHOLE: "#56B4E9", CHUNKED: "#0072B2"}
 MARKERS = {STATIC: "s", TIMEOUT: "D", WHOLE: "^", CHUNKED: "o"}
-SHADES = (0.95, 0.6)
-"""Neighbours in a slot differ, so that one can see where a request ends and the next begins."""
 
 BURST_SHARE = 3
 """A burst is the third of a schedule's requests that came the closest together."""
@@ -325,22 +324,7 @@ def draw_queues(axes: Axes, data: PlotData) -> None:
 
 def draw_slots(axes: Axes, arm: str, data: PlotData, words: str) -> None:
     """One row a slot, one bar a request."""
-    seen: dict[int, int] = {}
-    for slot, start, end, freed in data["timelines"][arm]:
-        number = seen[slot] = seen.get(slot, -1) + 1
-        shade = SHADES[number % 2]
-        axes.barh(slot, end - start, left=start, height=0.82, color=COLOURS[arm], alpha=shade)
-        if freed > end:
-            axes.barh(
-                slot,
-                freed - end,
-                left=end,
-                height=0.82,
-                facecolor="white",
-                edgecolor="#999999",
-                hatch="////",
-                linewidth=0,
-            )
+    draw_bars(axes, data["timelines"][arm], COLOURS[arm])
     axes.set_yticks([0, data["slots"] - 1], ["1", str(data["slots"])])
     axes.set_ylabel("slot")
     axes.set_ylim(data["slots"] - 0.5, -0.5)  # the first on top

@@ -253,15 +253,15 @@ def draw_timeline(data: PlotData) -> Figure:
     return figure
 
 
-def draw_slots(axes: Axes, policy: str, data: PlotData) -> None:
-    """One row a slot, one bar a request."""
-    values, colour = data["policies"][policy], COLOURS[policy]
+def draw_bars(axes: Axes, bars: Sequence[tuple[int, float, float, float]], colour: str) -> None:
+    """A bar a request, from its start to its end, in two shades in turn; hatched from there until
+    its slot was free.
+    """
     seen: dict[int, int] = {}
-    for slot, start, end, freed in values["bars"]:
+    for slot, start, end, freed in bars:
         number = seen[slot] = seen.get(slot, -1) + 1
-        axes.barh(
-            slot, end - start, left=start, height=0.82, color=colour, alpha=SHADES[number % 2]
-        )
+        shade = SHADES[number % 2]
+        axes.barh(slot, end - start, left=start, height=0.82, color=colour, alpha=shade)
         if freed > end:
             axes.barh(
                 slot,
@@ -273,6 +273,12 @@ def draw_slots(axes: Axes, policy: str, data: PlotData) -> None:
                 hatch="////",
                 linewidth=0,
             )
+
+
+def draw_slots(axes: Axes, policy: str, data: PlotData) -> None:
+    """One row a slot, one bar a request."""
+    values, colour = data["policies"][policy], COLOURS[policy]
+    draw_bars(axes, values["bars"], colour)
     makespan = values["makespan_s"]
     axes.axvline(makespan, color=INK, linewidth=1)
     axes.annotate(

@@ -23,6 +23,7 @@ from nanoserve.bench.findings import (
     off,
     times,
 )
+from nanoserve.bench.findings.roofline import GOALS as FLOOR_GOALS
 from nanoserve.bench.measure import FAILED, Sample, paired_ratios
 from nanoserve.bench.metrics import Distribution, describe
 from nanoserve.bench.peers.face import PART, Cell
@@ -65,9 +66,6 @@ GOALS: tuple[Goal, ...] = (
     *goals_against("OpenVINO", "int8", b1=1.6, b8=1.6, b32=1.7, p512=1.6),
     *goals_against("llama.cpp", "int4", b1=1.6),
 )
-
-FLOOR_GOALS = {"float32": 1.15, "bfloat16": 1.15, "int8": 1.25, "int4": 1.5}
-"""Ours at batch 1, at most so many times (bytes that must move / bandwidth of the same minute)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ class OwnSequences:
         stop = self._length + num_new
         width = -(-stop // block_size)
         for table in self._tables:
-            table += self._peer.take_blocks(max(0, width - len(table)))
+            table.extend(self._peer.take_blocks(max(0, width - len(table))))
         positions = range(self._length, stop)
         starts = range(0, num_new * num_seqs + 1, num_new)
         rows = [end - back for end in starts[1:] for back in range(num_rows, 0, -1)]
