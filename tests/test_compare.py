@@ -127,6 +127,20 @@ def test_two_files_of_one_experiment_are_partners_whatever_their_names(
     assert "they differ in executor" in text
 
 
+def test_runs_without_an_aa_arm_are_left_out_and_the_others_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for side, slower in (("a", 1.0), ("b", 1.5)):
+        saved(recorded({"x": slower}), tmp_path / side)
+        memory = recorded({"x": slower}, experiment="memory")
+        without = tuple(entry for entry in memory.records if entry["kind"] != "aa")
+        saved(Run(header=memory.header, records=without), tmp_path / side)
+    assert runner.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "memory gpt2-cpu: left out, since without an A/A arm nothing is known" in shown
+    assert "1.50x" in shown
+
+
 def test_no_difference_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved(recorded({"cached": 1.0}), tmp_path)
     assert runner.main(["compare", str(path), str(path)]) == 0

@@ -213,7 +213,10 @@ def run(arguments: Sequence[str], screen: Screen) -> int:
         screen.say(line)
     pairs, alone = paired(ours, theirs)
     for name, a, b in pairs:
-        show(compare(name, a, b), screen)
+        if a.checks and b.checks:
+            show(compare(name, a, b), screen)
+        else:
+            screen.show(f"{name}: left out, since without an A/A arm nothing is known to be noise")
     for line in alone:
         screen.show(line)
     return 0
