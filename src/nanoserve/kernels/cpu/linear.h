@@ -95,6 +95,7 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
     tile.panel = matrix.panels + matrix.panel_bytes * panel;
     tile.K = matrix.K;
     tile.row_stride = rows.stride;
+    tile.target_stride = output.stride * sizeof(float);
     tile.out = sums;
     // Where a panel is used by several tiles, the first two fetch one half each of the next panel.
     const bool fetches = first == 0 && rows.count > cut.tile_rows && panel + 1 < num_panels;
@@ -105,9 +106,10 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
       tile.next = fetches && half < 2
                       ? tile.panel + matrix.panel_bytes + half * (matrix.panel_bytes / 2)
                       : nullptr;
+      float* out = output.values + output.stride * row + column;
+      tile.target = reinterpret_cast<const uint8_t*>(out);
       format.multiply(tile);
-      finish(sums, bias ? bias + column : nullptr, tile.num_rows, output,
-             output.values + output.stride * row + column);
+      finish(sums, bias ? bias + column : nullptr, tile.num_rows, output, out);
     }
   });
 }

@@ -115,6 +115,8 @@ namespace ns {
 
 // What an instruction set does not change follows from the operations above.
 
+inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1); }
+
 inline F32 operator-(F32 x) { return float_from_bits(bits(x) ^ splat_i32(INT32_MIN)); }
 inline F32 abs(F32 x) { return float_from_bits(bits(x) & splat_i32(INT32_MAX)); }
 
