@@ -36,6 +36,7 @@ constexpr int kKeyTiles = 4;                  // tiles of 16 keys multiplied at 
 constexpr int kSpan = kKeyTiles * kLanes;     // ... and the keys in them
 constexpr int kValueTiles = kBlockK / kLanes;  // tiles of 16 values in one block of a sum
 constexpr int kTilesAhead = kKeyTiles;         // how far ahead of its use memory is asked for
+constexpr int kWidenedRows = 8;               // so many queries share tiles that were widened first
 
 // The last query sees `context_len` keys, the one before it one less, and so on: a prefill may be
 // cut into tasks anywhere; cuts at multiples of kQueryChunk rows are the cheapest.
@@ -200,7 +201,8 @@ class FloatMath {
   FloatMath(const KvCache& cache, int /*padded_context*/, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head),
         q_(arena.take<float>(kQueryChunk * cache.padded_head)),
-        mixed_(arena.take<float>(kQueryChunk * cache.padded_head)) {}
+        mixed_(arena.take<float>(kQueryChunk * cache.padded_head)),
+        widened_(arena.take<float>(kIsWide ? 0 : kBlockK * cache.padded_head)) {}
 
   void begin(const KvTiles<Kv>&, int /*num_tiles*/) {}
 
@@ -210,10 +212,26 @@ class FloatMath {
             load_first(q + d, std::min(kLanes, head_size_ - d)) * splat(scale));
   }
 
+  // Calls multiply(elements, tiles) with tiles of `size` values in the form that `num_rows` queries
+  // multiply best: many of them as floats that were converted once instead of every few rows. The
+  // values are the same.
+  template <class Multiply>
+  void with_tiles(const Stored* const* tiles, int num_tiles, int size, int num_rows,
+                  Multiply multiply) {
+    if (kIsWide || num_rows < kWidenedRows) return multiply(Kv{}, tiles);
+    const float* widened[kValueTiles];
+    for (int t = 0; t < num_tiles; ++t) {
+      float* out = widened_ + t * size;
+      for (int i = 0; i < size; i += kLanes) store(out + i, Kv::load(tiles[t] + i));
+      widened[t] = out;
+    }
+    multiply(Float32Kv{}, widened);
+  }
+
   // Scores of `kCount` queries with kKeyTiles tiles of keys.
-  template <int kCount>
-  void score(int row, const Stored* const* tiles, int /*first_tile*/, float* scores,
-             size_t stride) const {
+  template <int kCount, class Elements>
+  void score(Elements, int row, const typename Elements::Stored* const* tiles, int /*first_tile*/,
+             float* scores, size_t stride) const {
     const float* q = q_ + row * padded_head_;
     for (int block = 0; block < head_size_; block += kBlockK) {
       F32 sum[kCount][kKeyTiles];
@@ -223,7 +241,7 @@ class FloatMath {
       for (int d = block; d < end; ++d) {
         F32 key[kKeyTiles];
 #pragma GCC unroll 4
-        for (int t = 0; t < kKeyTiles; ++t) key[t] = Kv::load(tiles[t] + d * kLanes);
+        for (int t = 0; t < kKeyTiles; ++t) key[t] = Elements::load(tiles[t] + d * kLanes);
 #pragma GCC unroll 4
         for (int m = 0; m < kCount; ++m) {
           F32 x = splat(q[m * padded_head_ + d]);
@@ -243,14 +261,14 @@ class FloatMath {
 
   // Add the block of positions from `first` on; query `row` sees `seen` keys, the next one more.
   // `fetch(tile)` asks for a tile; one query alone waits for memory, several wait for sums.
-  template <int kCount, class Fetch>
-  void mix(int row, const Stored* const* tiles, int first, int seen, const float* weights,
-           size_t stride, Fetch fetch) {
+  template <int kCount, class Elements, class Fetch>
+  void mix(Elements, int row, const typename Elements::Stored* const* tiles, int first, int seen,
+           const float* weights, size_t stride, Fetch fetch) {
     int d = 0;
     for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<kCount, 4>(row, d, tiles, first, seen, weights, stride, fetch);
+      mix_vectors<Elements, kCount, 4>(row, d, tiles, first, seen, weights, stride, fetch);
     for (; d < padded_head_; d += kLanes)
-      mix_vectors<kCount, 1>(row, d, tiles, first, seen, weights, stride, fetch);
+      mix_vectors<Elements, kCount, 1>(row, d, tiles, first, seen, weights, stride, fetch);
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -258,21 +276,23 @@ class FloatMath {
   }
 
  private:
-  template <int kCount, int kVectors, class Fetch>
-  void mix_vectors(int row, int d, const Stored* const* tiles, int first, int seen,
-                   const float* weights, size_t stride, Fetch fetch) {
+  static constexpr bool kIsWide = std::is_same_v<Stored, float>;
+
+  template <class Elements, int kCount, int kVectors, class Fetch>
+  void mix_vectors(int row, int d, const typename Elements::Stored* const* tiles, int first,
+                   int seen, const float* weights, size_t stride, Fetch fetch) {
     F32 sum[kCount][kVectors];
     for (auto& query : sum)
       for (F32& lanes : query) lanes = zero();
     const int shared = std::max(0, std::min(kBlockK, seen - first));
     const int end = std::min(kBlockK, seen + kCount - 1 - first);
     for (int t = 0; t < shared;) {
-      const Stored* value = value_at(tiles, t, d);
+      const auto* value = value_at(tiles, t, d);
       if (kCount == 1 && d == 0) fetch(t / kLanes + kTilesAhead);
       for (int stop = std::min(shared, t + kLanes); t < stop; ++t, value += padded_head_) {
         F32 v[kVectors];
 #pragma GCC unroll 4
-        for (int c = 0; c < kVectors; ++c) v[c] = Kv::load(value + c * kLanes);
+        for (int c = 0; c < kVectors; ++c) v[c] = Elements::load(value + c * kLanes);
 #pragma GCC unroll 4
         for (int m = 0; m < kCount; ++m) {
           F32 p = splat(weights[m * stride + t]);
@@ -282,14 +302,14 @@ class FloatMath {
       }
     }
     for (int t = shared; t < end; ++t) {  // what only later queries see: 0 times NaN is no zero
-      const Stored* value = value_at(tiles, t, d);
+      const auto* value = value_at(tiles, t, d);
 #pragma GCC unroll 4
       for (int m = 1; m < kCount; ++m)
         if (first + t < seen + m) {
           F32 p = splat(weights[m * stride + t]);
 #pragma GCC unroll 4
           for (int c = 0; c < kVectors; ++c)
-            sum[m][c] = fma(p, Kv::load(value + c * kLanes), sum[m][c]);
+            sum[m][c] = fma(p, Elements::load(value + c * kLanes), sum[m][c]);
         }
     }
     for (int m = 0; m < kCount; ++m)
@@ -299,12 +319,14 @@ class FloatMath {
       }
   }
 
-  const Stored* value_at(const Stored* const* tiles, int t, int d) const {
+  template <class Element>
+  const Element* value_at(const Element* const* tiles, int t, int d) const {
     return tiles[t / kLanes] + t % kLanes * padded_head_ + d;
   }
 
   const int head_size_, padded_head_;
   float *q_, *mixed_;  // [kQueryChunk][D']
+  float* widened_;     // tiles as floats, up to [kBlockK][D']
 };
 
 // Keys and values as bytes; queries and weights as two bytes each.
@@ -348,8 +370,14 @@ class Int8Math {
     }
   }
 
+  // See FloatMath: bytes are multiplied as they are.
+  template <class Element, class Multiply>
+  void with_tiles(const Element* const* tiles, int, int, int, Multiply multiply) {
+    multiply(Int8Kv{}, tiles);
+  }
+
   template <int kCount>
-  void score(int row, const uint32_t* const* tiles, int first_tile, float* scores,
+  void score(Int8Kv, int row, const uint32_t* const* tiles, int first_tile, float* scores,
              size_t stride) const {
     I32 high[kCount][kKeyTiles], low[kCount][kKeyTiles];
     for (int m = 0; m < kCount; ++m)
@@ -404,7 +432,7 @@ class Int8Math {
 
   // Weights of positions that a query does not see are zero bytes: they add nothing.
   template <int kCount, class Fetch>
-  void mix(int row, const int8_t* const* tiles, int first, int seen, const float*, size_t,
+  void mix(Int8Kv, int row, const int8_t* const* tiles, int first, int seen, const float*, size_t,
            Fetch fetch) {
     const int count = std::min(kBlockK, seen + kCount - 1 - first);
     int d = 0;
@@ -547,42 +575,48 @@ class ChunkAttention {
                                     : keys[t - 1];
         tiles.prefetch_keys(first + kKeyTiles + t);
       }
-      for (int row = 0; row < count_;) {
-        float* scores = scores_of(row) + first * kLanes;
-        const bool several = row + Math::kRows <= count_;
-        const int rows = several ? Math::kRows : 1;
-        if (seen_by(row + rows - 1) > first * kLanes) {
-          if (several)
-            math_.template score<Math::kRows>(row, keys, first, scores, context_);
-          else
-            math_.template score<1>(row, keys, first, scores, context_);
-        }
-        row += rows;
+      const int tile_size = Kv::key_units(cache_.head_size) * kLanes;
+      math_.with_tiles(keys, kKeyTiles, tile_size, count_, [&](auto elements, auto* const* floats) {
+        each_rows(first * kLanes, [&](auto rows, int row) {
+          math_.template score<rows>(elements, row, floats, first, scores_of(row) + first * kLanes,
+                                     context_);
+        });
+      });
+    }
+  }
+
+  // Calls visit(number, row) for the queries that see `position`: a register tile of them at once,
+  // or one.
+  template <class Visit>
+  void each_rows(int position, Visit visit) {
+    for (int row = 0; row < count_;) {
+      const bool several = row + Math::kRows <= count_;
+      const int rows = several ? Math::kRows : 1;
+      if (seen_by(row + rows - 1) > position) {
+        if (several)
+          visit(std::integral_constant<int, Math::kRows>{}, row);
+        else
+          visit(std::integral_constant<int, 1>{}, row);
       }
+      row += rows;
     }
   }
 
   void mix(const KvTiles<Kv>& tiles, int num_tiles) {
+    const int tile_size = kLanes * cache_.padded_head;
     for (int first = 0; first < num_tiles; first += kValueTiles) {
       const Stored* values[kValueTiles];
-      for (int t = 0; t < kValueTiles && first + t < num_tiles; ++t)
-        values[t] = tiles.values(first + t, value_staging_ + t * kLanes * cache_.padded_head);
-      int position = first * kLanes;
+      const int count = std::min(kValueTiles, num_tiles - first);
+      for (int t = 0; t < count; ++t)
+        values[t] = tiles.values(first + t, value_staging_ + t * tile_size);
+      const int position = first * kLanes;
       auto fetch = [&](int tile) { tiles.prefetch_values(first + tile); };
-      for (int row = 0; row < count_;) {
-        const float* weights = scores_of(row) + position;
-        const bool several = row + Math::kRows <= count_;
-        const int rows = several ? Math::kRows : 1;
-        if (seen_by(row + rows - 1) > position) {
-          if (several)
-            math_.template mix<Math::kRows>(row, values, position, seen_by(row), weights, context_,
-                                          fetch);
-          else
-            math_.template mix<1>(row, values, position, seen_by(row), weights, context_,
-                                          fetch);
-        }
-        row += rows;
-      }
+      math_.with_tiles(values, count, tile_size, count_, [&](auto elements, auto* const* floats) {
+        each_rows(position, [&](auto rows, int row) {
+          math_.template mix<rows>(elements, row, floats, position, seen_by(row),
+                                   scores_of(row) + position, context_, fetch);
+        });
+      });
     }
   }
 
