@@ -50,6 +50,9 @@ struct Format {
 
   int tile_rows;  // most rows of one tile, <= kMaxTileRows
   void (*multiply)(const Tile& tile);
+
+  // Prepared rows are each value rounded to bf16: whoever computes a row may store it so at once.
+  bool takes_bfloat16 = false;
 };
 
 }  // namespace ns

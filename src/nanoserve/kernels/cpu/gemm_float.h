@@ -180,6 +180,6 @@ inline constexpr Format kFloat32Format = {
 inline constexpr Format kBfloat16Format = {
     "bfloat16",         float_panel_bytes<Bfloat16Kind>, pack_bfloat16,  unpack_bfloat16,
     bfloat16_row_bytes, prepare_bfloat16,                kFloatTileRows,
-    multiply_floats<Bfloat16Kind>};
+    multiply_floats<Bfloat16Kind>, true};
 
 }  // namespace ns

@@ -12,14 +12,21 @@
 
 namespace ns {
 
-enum class Then { kStore, kAdd, kActivate };
+enum class Then { kStore, kAdd, kActivate, kActivateAndRound };
 
-// What becomes of sums [M][N]: out = sums + bias, out += sums + bias, or out = act(sums + bias).
+// What becomes of sums [M][N]: out = sums + bias, out += sums + bias, or out = act(sums + bias), as
+// fp32 or rounded to the bf16 that the next product reads.
 struct Output {
   Then then = Then::kStore;
-  float* values = nullptr;  // row m at values + m * stride, padded(N) of them
+  void* values = nullptr;  // row m starts at value m * stride and has padded(N) of them
   size_t stride = 0;
   int32_t activation = 0;
+
+  size_t value_bytes() const { return then == Then::kActivateAndRound ? 2 : 4; }
+  size_t row_bytes() const { return stride * value_bytes(); }
+  uint8_t* at(int row, int column) const {
+    return static_cast<uint8_t*>(values) + row_bytes() * row + value_bytes() * column;
+  }
 };
 
 // Rows of activations as the matrix's format reads them.
@@ -41,22 +48,31 @@ inline void finish_panel(const float* sums, const float* bias, int num_rows, Use
 }
 
 inline void finish(const float* sums, const float* bias, int num_rows, const Output& output,
-                   float* out) {
+                   uint8_t* out) {
+  const size_t stride = output.stride;
+  float* floats = reinterpret_cast<float*>(out);
+  uint16_t* halves = reinterpret_cast<uint16_t*>(out);
   switch (output.then) {
     case Then::kStore:
       finish_panel(sums, bias, num_rows,
-                   [&](int m, int half, F32 y) { store(out + m * output.stride + half, y); });
+                   [&](int m, int half, F32 y) { store(floats + m * stride + half, y); });
       break;
     case Then::kAdd:
       finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
-        float* at = out + m * output.stride + half;
+        float* at = floats + m * stride + half;
         store(at, load(at) + y);
       });
       break;
     case Then::kActivate:
       with_activation(output.activation, [&](auto act) {
+        finish_panel(sums, bias, num_rows,
+                     [&](int m, int half, F32 y) { store(floats + m * stride + half, act(y)); });
+      });
+      break;
+    case Then::kActivateAndRound:
+      with_activation(output.activation, [&](auto act) {
         finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
-          store(out + m * output.stride + half, act(y));
+          store_bf16(halves + m * stride + half, act(y));
         });
       });
   }
@@ -95,7 +111,7 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
     tile.panel = matrix.panels + matrix.panel_bytes * panel;
     tile.K = matrix.K;
     tile.row_stride = rows.stride;
-    tile.target_stride = output.stride * sizeof(float);
+    tile.target_stride = output.row_bytes();
     tile.out = sums;
     // Where a panel is used by several tiles, the first two fetch one half each of the next panel.
     const bool fetches = first == 0 && rows.count > cut.tile_rows && panel + 1 < num_panels;
@@ -106,8 +122,8 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
       tile.next = fetches && half < 2
                       ? tile.panel + matrix.panel_bytes + half * (matrix.panel_bytes / 2)
                       : nullptr;
-      float* out = output.values + output.stride * row + column;
-      tile.target = reinterpret_cast<const uint8_t*>(out);
+      uint8_t* out = output.at(row, column);
+      tile.target = out;
       format.multiply(tile);
       finish(sums, bias ? bias + column : nullptr, tile.num_rows, output, out);
     }

@@ -223,12 +223,18 @@ class Slice {
   }
 
   void feed_forward(const Layer& weights) {
+    const Matrix& next = weights.mlp_proj.weight;
     Output inner = to(buffers_.inner, padded(model_.config.n_inner));
-    inner.then = Then::kActivate;
+    inner.then = next.format->takes_bfloat16 ? Then::kActivateAndRound : Then::kActivate;
     inner.activation = model_.config.activation;
     linear(weights.c_fc, normed(weights.ln_2, weights.c_fc), inner);
-    const Rows rows = prepared(buffers_.inner, inner.stride, weights.mlp_proj.weight);
-    linear(weights.mlp_proj, rows, added_to_x());
+    linear(weights.mlp_proj, activated(inner, next), added_to_x());
+  }
+
+  // What c_fc left in `inner`, in the form that `next` multiplies.
+  Rows activated(const Output& inner, const Matrix& next) {
+    if (inner.then == Then::kActivate) return prepared(buffers_.inner, inner.stride, next);
+    return {inner.at(0, 0), inner.row_bytes(), count_};
   }
 
   static Output to(float* values, size_t stride) {
