@@ -21,6 +21,7 @@ struct Output {
   void* values = nullptr;  // row m starts at value m * stride and has padded(N) of them
   size_t stride = 0;
   int32_t activation = 0;
+  bool is_dense = false;  // kStore only: rows have N values, the next row follows at once
 
   size_t value_bytes() const { return then == Then::kActivateAndRound ? 2 : 4; }
   size_t row_bytes() const { return stride * value_bytes(); }
@@ -78,6 +79,18 @@ inline void finish(const float* sums, const float* bias, int num_rows, const Out
   }
 }
 
+// The last panel of dense rows: what lies beyond its columns is the next row's.
+inline void finish_columns(const float* sums, const float* bias, int num_rows, int num_columns,
+                           const Output& output, uint8_t* out) {
+  alignas(64) float finished[kMaxTileRows * kPanel];
+  Output whole = output;
+  whole.stride = kPanel;
+  finish(sums, bias, num_rows, whole, reinterpret_cast<uint8_t*>(finished));
+  for (int m = 0; m < num_rows; ++m)
+    std::copy_n(finished + m * kPanel, num_columns,
+                reinterpret_cast<float*>(out + output.row_bytes() * m));
+}
+
 // How the work on M rows is cut. Nothing here changes a bit of a result.
 struct Partition {
   int tile_rows;          // of each tile but the last
@@ -125,7 +138,11 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
       uint8_t* out = output.at(row, column);
       tile.target = out;
       format.multiply(tile);
-      finish(sums, bias ? bias + column : nullptr, tile.num_rows, output, out);
+      const float* added = bias ? bias + column : nullptr;
+      if (output.is_dense && column + kPanel > matrix.N)
+        finish_columns(sums, added, tile.num_rows, matrix.N - column, output, out);
+      else
+        finish(sums, added, tile.num_rows, output, out);
     }
   });
 }

@@ -359,8 +359,18 @@ class Slice {
 
 // ---- Logits and tokens.
 
+// Where rows of logits lie: in the caller's array if they are wanted, else in our buffer.
+Output logits_output(const Model& model, const NsResult& result, int first) {
+  const size_t V = model.config.vocab_size;
+  Output output;
+  output.is_dense = result.logits != nullptr;
+  output.values = output.is_dense ? result.logits + V * first : model.buffers.logits;
+  output.stride = output.is_dense ? V : padded(model.config.vocab_size);
+  return output;
+}
+
 // Final norm and head of rows [first, first + count) of `hidden`.
-void compute_logits(Model& model, int first, int count) {
+void compute_logits(Model& model, int first, int count, const Output& output) {
   const Buffers& buffers = model.buffers;
   const Matrix& head = model.lm_head;
   const int C = model.config.n_embd;
@@ -374,19 +384,15 @@ void compute_logits(Model& model, int first, int count) {
   Rows rows{buffers.prepared, row_bytes, count};
   if (!row_bytes)
     rows = {reinterpret_cast<const uint8_t*>(buffers.mixed), width * sizeof(float), count};
-  Output output;
-  output.values = buffers.logits;
-  output.stride = padded(model.config.vocab_size);
   multiply(*model.pool, head, nullptr, rows, output, model.config.tile_rows);
 }
 
-void sample_rows(Model& model, const NsBatch& batch, const NsResult& result, int first, int count) {
-  const size_t V = model.config.vocab_size;
+void sample_rows(Model& model, const NsBatch& batch, const NsResult& result, int first, int count,
+                 const Output& logits) {
   model.pool->run(count, [&](int row, int thread) {
-    const float* logits = model.buffers.logits + padded(model.config.vocab_size) * row;
     const int r = first + row;
-    if (result.logits) std::copy_n(logits, V, result.logits + V * r);
-    model.samplers[thread]->sample(logits, model.config.num_token_ids, batch.rows[r], r, result);
+    model.samplers[thread]->sample(reinterpret_cast<const float*>(logits.at(row, 0)),
+                                   model.config.num_token_ids, batch.rows[r], r, result);
   });
 }
 
@@ -404,8 +410,9 @@ void run_step(Model& model, const NsBatch& batch, const NsResult& result) {
     Slice(model, batch, first, std::min(kSliceRows, batch.num_tokens - first)).run();
   for (int first = 0; first < batch.num_rows; first += kLogitRows) {
     const int count = std::min(kLogitRows, batch.num_rows - first);
-    compute_logits(model, first, count);
-    sample_rows(model, batch, result, first, count);
+    const Output logits = logits_output(model, result, first);
+    compute_logits(model, first, count, logits);
+    sample_rows(model, batch, result, first, count, logits);
   }
 }
 
