@@ -87,44 +87,55 @@ inline void unpack_int8(const uint8_t* panel, int K, int column, float* out) {
     out[k] = static_cast<float>(panel[int8_index(k, column)] - kInt8ZeroPoint) * scale;
 }
 
+// Asks for what comes next, as group g is begun. Few rows wait for memory, and the hardware's prefetch
+// stops at the end of a page of 4 KiB: their own panel, a page ahead. More: half of the panel to come.
+template <int kRows>
+inline void fetch_ahead(const Tile& tile, int g) {
+  constexpr size_t kGroupBytes = kGroupQuads * kQuadBytes;
+  if (kRows < 4) {
+    const uint8_t* ahead = tile.panel + g * kGroupBytes + kPageBytes;
+    for (size_t i = 0; i < kGroupBytes; i += 64) prefetch_l2(ahead + i);
+  } else if (tile.next) {
+    const uint8_t* share = tile.next + g * kGroupBytes / 2;
+    for (size_t i = 0; i < kGroupBytes / 2; i += 64) prefetch_l2(share + i);
+  }
+}
+
 struct Int8Kernel {
   template <int kRows>
   static void multiply(const Tile& tile) {
     constexpr int kVectors = kPanelVectors;
     const uint8_t* weights = tile.panel;
-    const uint8_t* fetched = tile.next ? tile.next : tile.panel;
-    const size_t fetch_step = tile.next ? 64 : 0;
+    const uint8_t* inputs = tile.rows;
+    if (kRows >= 4) fetch_targets(tile, kRows, 0, 1);
     F32 total[kRows][kVectors];
-    for (auto& row : total)
-      for (F32& lanes : row) lanes = zero();
-    for (int g = 0; g < num_groups(tile.K); ++g) {
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) total[m][v] = zero();
+    for (int g = 0; g < num_groups(tile.K); ++g, inputs += sizeof(ActivationGroup)) {
+      fetch_ahead<kRows>(tile, g);
       I32 sum[kRows][kVectors];
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
-          sum[m][v] = splat_i32(group_at(tile.rows + m * tile.row_stride, g)->bias);
+          sum[m][v] = splat_i32(group_at(inputs + m * tile.row_stride, 0)->bias);
+#pragma GCC unroll 8
       for (int quad = 0; quad < kGroupQuads; ++quad, weights += kQuadBytes) {
         Bytes w[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) w[v] = load_bytes(weights + v * kHalfQuad);
-        if (kRows >= 4) {
-          prefetch_l2(fetched);
-          fetched += fetch_step;
-        } else {  // the hardware's prefetch stops at the end of a page of 4 KiB
-          prefetch_l2(weights + kPageBytes);
-          prefetch_l2(weights + kPageBytes + kHalfQuad);
-        }
 #pragma GCC unroll 16
         for (int m = 0; m < kRows; ++m) {
-          Bytes x = splat_bytes(group_at(tile.rows + m * tile.row_stride, g)->values + 4 * quad);
+          Bytes x = splat_bytes(group_at(inputs + m * tile.row_stride, 0)->values + 4 * quad);
 #pragma GCC unroll 2
           for (int v = 0; v < kVectors; ++v) sum[m][v] = dot(sum[m][v], w[v], x);
         }
       }
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
-        F32 scale = splat(group_at(tile.rows + m * tile.row_stride, g)->scale);
+        F32 scale = splat(group_at(inputs + m * tile.row_stride, 0)->scale);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           total[m][v] = fma(to_float(sum[m][v]), scale, total[m][v]);
