@@ -28,9 +28,9 @@ struct Tile {
   size_t row_stride;    // bytes
   int num_rows;         // 1 .. tile_rows
   const uint8_t* next;  // what to prefetch, 64 bytes a step: half of a panel to come; may be null
-  const uint8_t* target;  // where row 0 will lie when it is finished; to prefetch, a panel's width
-  size_t target_stride;   // bytes
   float* out;  // [num_rows][kPanel], every value written, without bias
+  const uint8_t* target = nullptr;  // where row 0 will lie when it is finished, to prefetch
+  size_t target_stride = 0;         // bytes
 };
 
 struct Format {

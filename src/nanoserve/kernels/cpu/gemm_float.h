@@ -79,7 +79,8 @@ inline void multiply_vectors(const Tile& tile, int first_vector) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[m][v] = zero();
     const int stop = std::min(steps, block + kBlock);
-    if (kFetches) fetch_targets(tile, kRows, block / kBlock, (steps + kBlock - 1) / kBlock);
+    if (kFetches && tile.target)
+      fetch_targets(tile, kRows, block / kBlock, (steps + kBlock - 1) / kBlock);
     for (int step = block; step < stop; ++step) {
       typename Kind::Vector w[kVectors];
 #pragma GCC unroll 4
