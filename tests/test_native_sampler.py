@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -175,6 +175,73 @@ def test_ties_at_every_boundary_are_decided_by_the_definition(
         isa,
         case_of(logits=logits, sampling=row_of(top_p=top_p), draw=draw, num_token_ids=len(logits)),
     )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("sampled", [-3.0, 3.0])
+def test_a_nucleus_is_found_where_no_sample_of_the_row_would_guess_it(
+    isa: str, top_p: float, sampled: float
+) -> None:
+    """Every 49th logit, which is what the guess looks at, is unlike all others."""
+    logits = np.random.default_rng(5).normal(0, 0.1, 50257).astype(np.float32)
+    logits[24::49] += np.float32(sampled)
+    for draw in (1e-9, 0.31, 0.77, JUST_UNDER_ONE):
+        case = case_of(
+            logits=logits, sampling=row_of(top_p=top_p), draw=draw, num_token_ids=len(logits)
+        )
+        check_twin(isa, case)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_weight_of_exactly_min_p_is_judged_by_the_definition(
+    isa: str, temperature: float
+) -> None:
+    logits = np.linspace(-4, 0, 3001, dtype=np.float32)
+    for place in (1500, 2222, 2999):
+        min_p = float(np.exp(float(logits[place]) / temperature))
+        for limit in (min_p, math.nextafter(min_p, 1), math.nextafter(min_p, 0)):
+            case = case_of(
+                logits=logits,
+                sampling=row_of(min_p=limit, temperature=temperature),
+                draw=1e-9,  # the first that is kept
+                num_token_ids=len(logits),
+            )
+            check_twin(isa, case)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}])
+def test_the_best_of_a_block_is_penalised_or_another_made_the_best(
+    isa: str, params: dict[str, Any]
+) -> None:
+    """What is known of the raw row is not what the adjusted row is like."""
+    logits = np.random.default_rng(6).normal(0, 2, 3000).astype(np.float32)
+    best_first = np.argsort(-logits)
+    penalised = row_of(repetition_penalty=1e3, logit_bias={2500: 40.0, 7: -99.0}, **params)
+    sampling = replace(penalised, output_token_ids=best_first[:40].tolist())
+    plain = replace(sampling, params=SamplingParams(repetition_penalty=1e3, **params))
+    for wanted in (
+        sampling,
+        plain,
+        replace(plain, masked_token_ids=tuple(best_first[40:60].tolist())),
+    ):
+        check_twin(isa, case_of(logits=logits, sampling=wanted, num_token_ids=len(logits)))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("top_k", [1, 5, 6, 7, 2999, 3000])
+def test_the_best_k_are_found_among_ties_and_masks(isa: str, top_k: int) -> None:
+    """Fewer blocks than k, and more; a cut among ties, and among ids that cannot be drawn."""
+    logits = np.round(np.random.default_rng(7).normal(0, 1, 3000)).astype(np.float32)
+    masked = np.where(np.arange(3000) % 500 == 3, logits, np.float32(-INF))
+    for row in (logits, masked):
+        for draw in (1e-9, 0.5, JUST_UNDER_ONE):
+            sampling = row_of(top_k=top_k)
+            check_twin(
+                isa, case_of(logits=row, sampling=sampling, draw=draw, num_token_ids=len(row))
+            )
 
 
 @pytest.mark.parametrize("isa", ISAS)

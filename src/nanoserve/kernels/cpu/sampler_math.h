@@ -27,8 +27,8 @@ constexpr int32_t kWide = 4;
 constexpr int32_t kWide = 2;
 #endif
 constexpr int32_t kSumLanes = 8;      // of sums whose bits are the same on every instruction set
-constexpr int32_t kSumBlock = 256;    // weights whose sum is kept, to find a draw's place quickly
-constexpr double kExpError = 1e-14;   // relative: more than exp here and exp elsewhere can differ by
+constexpr int32_t kBlock = 256;       // values of which the largest and what they weigh are kept
+constexpr double kExpError = 1e-11;   // relative: more than a weight's here and elsewhere differ by
 
 // Vectors whose exponentials are computed side by side. One alone is a chain of twenty operations,
 // each of which waits for the one before: with eight, sum_exp takes half the time on AVX2.
@@ -41,8 +41,9 @@ typedef double LooseDoubles __attribute__((vector_size(8 * kWide), aligned(8), m
 typedef float LooseFloats __attribute__((vector_size(4 * kWide), aligned(4), may_alias));
 
 // The largest relative difference of two sums of the same n weights, each with its own exp and its
-// own order: n roundings of at most 2^-53 for each of the two, doubled to be sure.
-constexpr double sum_error(int32_t n) { return 4 * (n + 64.0) * 0x1p-53; }
+// own order: what weights differ by, and n roundings of at most 2^-53 for each of the two; doubled,
+// as what is compared with a sum is a share of another.
+constexpr double sum_error(int32_t n) { return 2 * kExpError + 4 * n * 0x1p-53; }
 
 // While it lives, this thread computes with denormals: the definition counts the smallest weights.
 class KeepDenormals {
@@ -86,6 +87,12 @@ inline Doubles load_wide(const float* p) {
 
 inline void store_wide(double* p, Doubles x) { *reinterpret_cast<LooseDoubles*>(p) = x; }
 
+inline void widen(const float* from, int32_t n, double* to) {
+  int32_t i = 0;
+  for (; i + kWide <= n; i += kWide) store_wide(to + i, load_wide(from + i));
+  for (; i < n; ++i) to[i] = from[i];
+}
+
 // The first n lanes, the others -infinity: their weight is 0.
 template <class Value>
 inline Doubles load_some(const Value* p, int32_t n) {
@@ -118,6 +125,15 @@ inline Doubles max_wide(Doubles a, Doubles b) {
   return Doubles(_mm256_max_pd(__m256d(a), __m256d(b)));
 #else
   return a < b ? b : a;
+#endif
+}
+
+// a * b + c, rounded once only where that is as fast: for what may differ in its last bits.
+inline Doubles mul_add(Doubles a, Doubles b, Doubles c) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+  return fma_wide(a, b, c);
+#else
+  return a * b + c;
 #endif
 }
 
@@ -158,63 +174,6 @@ inline void exp_wide(Doubles (&x)[N]) {
   for (int32_t j = 0; j < N; ++j) x[j] = times_power(p[j], shifted[j]);
 }
 
-// weights[i] = exp((values[i] - peak) / temperature), and sums of each kSumBlock of them; their
-// total. `weights` has room for kWide more.
-template <class Value>
-double weigh(const Value* values, int32_t n, Value peak, double temperature, double* weights,
-             double* block_sums) {
-  const Doubles top = every(peak), divisor = every(temperature);
-  double total = 0;
-  for (int32_t first = 0; first < n; first += kSumBlock) {
-    const int32_t end = std::min(n, first + kSumBlock);
-    Doubles sum = every(0);
-    for (int32_t i = first; i < end; i += kWide) {
-      Doubles x = end - i >= kWide ? load_wide(values + i) : load_some(values + i, end - i);
-      x -= top;
-      if (temperature != 1) x /= divisor;
-      Doubles weight[1] = {x};
-      exp_wide(weight);
-      store_wide(weights + i, weight[0]);
-      sum += weight[0];
-    }
-    total += *block_sums++ = sum_lanes(sum);
-  }
-  return total;
-}
-
-struct Kept {
-  double total;
-  bool is_sure;  // no weight was too close to `least_weight` to tell
-};
-
-// Weights that are less than `least_weight`, or whose value is less than `least`, become 0; the sums
-// of each kSumBlock of the others. A weight of 1 is exact, others are so nearly. `weights` has room
-// for kWide more.
-template <class Value>
-Kept keep_only(const Value* values, double* weights, int32_t n, Value least, double least_weight,
-               double* block_sums) {
-  const double unsure = least_weight * kExpError;
-  Kept kept{0, true};
-  Longs is_unsure = {};
-  for (int32_t first = 0; first < n; first += kSumBlock) {
-    const int32_t end = std::min(n, first + kSumBlock);
-    Doubles sum = every(0);
-    for (int32_t i = first; i < end; i += kWide) {
-      const Doubles value =
-          end - i >= kWide ? load_wide(values + i) : load_some(values + i, end - i);
-      const Doubles weight = load_wide(weights + i), gap = weight - every(least_weight);
-      is_unsure |= (gap < every(unsure)) & (gap > every(-unsure)) & (weight != every(1.0));
-      const Longs keep = (value >= every(least)) & (gap >= every(0));
-      const Doubles left = keep ? weight : every(0);
-      std::memcpy(weights + i, &left, sizeof left);
-      sum += left;
-    }
-    kept.total += *block_sums++ = sum_lanes(sum);
-  }
-  for (int32_t lane = 0; lane < kWide; ++lane) kept.is_sure &= is_unsure[lane] == 0;
-  return kept;
-}
-
 // The sum of exp(logits[i] - peak), in kSumLanes lanes that are then added in order: the same bits
 // on every instruction set.
 inline double sum_exp(const float* logits, int32_t n, float peak) {
@@ -240,9 +199,80 @@ inline double sum_exp(const float* logits, int32_t n, float peak) {
   return total;
 }
 
+// 2^x for x <= 0, within 3e-12 of it; exactly 1 at 0, 1e-301 where it is less. Weights need no
+// more, and it has four fused multiply-adds fewer than exp_wide.
+// 2^x = 2^k (1 + r q(r)) with |r| <= 1/2, where q interpolates at Chebyshev's eight points.
+template <int32_t N>
+inline void power_of_two(Doubles (&x)[N]) {
+  constexpr double highest = 0x1.63b2d7971923fp-20;
+  constexpr double others[] = {0x1.00c0e4e15189cp-16, 0x1.4308c7183d6a2p-13, 0x1.5d877598350dep-10,
+                               0x1.3b2ab70ad2565p-7,  0x1.c6b08da70cce3p-5,  0x1.ebfbdff82a734p-3,
+                               0x1.62e42fef9cc69p-1,  1.0};
+  Doubles shifted[N], p[N];
+  for (int32_t j = 0; j < N; ++j) {
+    x[j] = max_wide(x[j], every(-1000.0));
+    shifted[j] = x[j] + every(kRoundToInteger);
+    x[j] -= shifted[j] - every(kRoundToInteger);
+    p[j] = every(highest);
+  }
+#pragma GCC unroll 8
+  for (const double coefficient : others)
+    for (int32_t j = 0; j < N; ++j) p[j] = mul_add(p[j], x[j], every(coefficient));
+  for (int32_t j = 0; j < N; ++j) x[j] = times_power(p[j], shifted[j]);
+}
+
+// What makes a weight of a value: 2^((value - peak) * factor) = exp((value - peak) / temperature).
+struct Scale {
+  double peak, factor;
+};
+
+// Weights of a block of at most kBlock values; their sum. `weights` has room for kBlock.
+template <class Value>
+double weigh_block(const Value* values, int32_t n, const Scale& scale, double* weights) {
+  if (n < kBlock) {
+    Value padded[kBlock];
+    std::fill(std::copy_n(values, n, padded), padded + kBlock, Value(-kInfinity));
+    return weigh_block(padded, kBlock, scale, weights);
+  }
+  const Doubles peak = every(scale.peak), factor = every(scale.factor);
+  Doubles sum[2] = {};
+  for (int32_t i = 0; i < kBlock; i += kTogether * kWide) {
+    Doubles x[kTogether];
+    for (int32_t j = 0; j < kTogether; ++j)
+      x[j] = (load_wide(values + i + j * kWide) - peak) * factor;
+    power_of_two(x);
+#pragma GCC unroll 8
+    for (int32_t j = 0; j < kTogether; ++j) {
+      store_wide(weights + i + j * kWide, x[j]);
+      sum[j % 2] += x[j];
+    }
+  }
+  return sum_lanes(sum[0] + sum[1]);
+}
+
+// What those of n values that are not below `limit` weigh together. In four sums side by side, as
+// each addition waits for the one before.
+template <class Value>
+inline double weight_from(const Value* values, const double* weights, int32_t n, double limit) {
+  Doubles sums[4] = {};
+  int32_t i = 0;
+  const auto add = [&](Doubles& sum, int32_t first) {
+    const Longs counts = load_wide(values + first) >= every(limit);
+    sum += counts ? load_wide(weights + first) : every(0);
+  };
+  for (; i + 4 * kWide <= n; i += 4 * kWide)
+    for (int32_t j = 0; j < 4; ++j) add(sums[j], i + j * kWide);
+  for (; i + kWide <= n; i += kWide) add(sums[0], i);
+  double total = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < n; ++i) total += values[i] >= limit ? weights[i] : 0;
+  return total;
+}
+
+constexpr int32_t num_blocks(int32_t n) { return (n + kBlock - 1) / kBlock; }
+
 struct Peak {
-  int32_t id;   // the lowest of those with the largest value; -1 if there are no ids
-  float value;  // -infinity if there are no ids
+  int32_t id;   // the lowest of those with the largest value
+  float value;
   bool has_nan;
 };
 
@@ -252,67 +282,131 @@ inline int32_t order_of(float x) {
   return int32_t(bits ^ ((0u - (bits >> 31)) >> 1));
 }
 
-inline Peak find_peak(const float* logits, int32_t begin, int32_t end) {
-  constexpr int32_t block = 512;
+inline float float_of_order(int32_t order) {
+  const uint32_t bits = uint32_t(order);
+  return float_of(bits ^ ((0u - (bits >> 31)) >> 1));
+}
+
+// The largest of n > 0 values; that of each block to `maxima`.
+inline Peak find_peak(const float* logits, int32_t n, float* maxima) {
   int32_t best = std::numeric_limits<int32_t>::min(), best_first = -1;
   uint32_t largest_magnitude = 0;
-  for (int32_t first = begin; first < end; first += block) {
-    const int32_t stop = std::min(end, first + block);
+  for (int32_t first = 0; first < n; first += kBlock) {
+    const int32_t end = std::min(n, first + kBlock);
     int32_t here = std::numeric_limits<int32_t>::min();
-    for (int32_t i = first; i < stop; ++i) {
+    for (int32_t i = first; i < end; ++i) {
       here = std::max(here, order_of(logits[i]));
       largest_magnitude = std::max(largest_magnitude, bits_of(logits[i]) & 0x7fffffffu);
     }
+    *maxima++ = float_of_order(here);
     if (best_first < 0 || here > best) best = here, best_first = first;
   }
-  if (best_first < 0) return {-1, -kInfinity, false};
   int32_t id = best_first;
   while (order_of(logits[id]) != best) ++id;
   return {id, logits[id], largest_magnitude > 0x7f800000u};
 }
 
-// The largest of n finite or -infinite values, and the lowest place that has it; n > 0.
-inline int32_t find_best(const double* values, int32_t n) {
-  Doubles top = every(-kInfinity);
+inline double max_of(const double* values, int32_t n) {
+  Doubles top[2] = {every(-kInfinity), every(-kInfinity)};
   int32_t i = 0;
-  for (; i + kWide <= n; i += kWide) top = max_wide(top, load_wide(values + i));
-  if (i < n) top = max_wide(top, load_some(values + i, n - i));
-  double best = top[0];
-  for (int32_t lane = 1; lane < kWide; ++lane) best = std::max(best, top[lane]);
-  return int32_t(std::find(values, values + n, best) - values);
+  for (; i + 2 * kWide <= n; i += 2 * kWide)
+    for (int32_t j = 0; j < 2; ++j) top[j] = max_wide(top[j], load_wide(values + i + j * kWide));
+  for (; i < n; i += kWide)
+    top[0] = max_wide(top[0], load_some(values + i, std::min(kWide, n - i)));
+  const Doubles both = max_wide(top[0], top[1]);
+  double best = both[0];
+  for (int32_t lane = 1; lane < kWide; ++lane) best = std::max(best, both[lane]);
+  return best;
 }
 
-// The places whose value is at least `least`, ascending; how many. `out` has room for 16 more.
+// The lowest place of the largest of n values, by the largest of each block.
+inline int32_t place_of_best(const double* values, int32_t n, const double* maxima) {
+  const double* best = std::max_element(maxima, maxima + num_blocks(n));
+  return int32_t(std::find(values + (best - maxima) * kBlock, values + n, *best) - values);
+}
+
+// The same of n > 0 finite or -infinite values; the largest of each block to `maxima`.
+inline int32_t find_best(const double* values, int32_t n, double* maxima) {
+  for (int32_t b = 0; b < num_blocks(n); ++b)
+    maxima[b] = max_of(values + b * kBlock, std::min(kBlock, n - b * kBlock));
+  return place_of_best(values, n, maxima);
+}
+
+// Values that are looked for: at least `low`, and below `high`.
 template <class Value>
-inline int32_t copy_places(const Value* values, int32_t n, Value least, int32_t* out) {
-  int32_t count = 0, i = 0;
-#if defined(__AVX512F__) && defined(__AVX512VL__)
-  if constexpr (sizeof(Value) == 4) {
-    __m512i places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (; i + 16 <= n; i += 16) {
-      const __mmask16 keep = _mm512_cmp_ps_mask(
-          _mm512_loadu_ps(reinterpret_cast<const float*>(values + i)),
-          _mm512_set1_ps(float(least)), _CMP_GE_OQ);
-      _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(keep, places));
-      count += __builtin_popcount(keep);
-      places = _mm512_add_epi32(places, _mm512_set1_epi32(16));
-    }
-  } else {
-    __m256i places = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    for (; i + 8 <= n; i += 8) {
-      const __mmask8 keep = _mm512_cmp_pd_mask(
-          _mm512_loadu_pd(reinterpret_cast<const double*>(values + i)),
-          _mm512_set1_pd(double(least)), _CMP_GE_OQ);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + count),
-                          _mm256_maskz_compress_epi32(keep, places));
-      count += __builtin_popcount(keep);
-      places = _mm256_add_epi32(places, _mm256_set1_epi32(8));
-    }
+struct Range {
+  Value low, high;
+
+  bool has(Value value) const { return value >= low && value < high; }
+  bool is_empty() const { return low >= high; }
+};
+
+template <class Value>
+Value next_up(Value value) {
+  return std::nextafter(value, std::numeric_limits<Value>::infinity());
+}
+
+// The least Value that is not below x.
+template <class Value>
+Value round_up(double x) {
+  const Value rounded = Value(x);
+  return rounded < x ? next_up(rounded) : rounded;
+}
+
+#if defined(__AVX2__)
+
+// Which of eight values are in the range, as bits.
+inline uint32_t bits_in(const float* values, const Range<float>& range) {
+  const __m256 x = _mm256_loadu_ps(values);
+  const __m256 reaches = _mm256_cmp_ps(x, _mm256_set1_ps(range.low), _CMP_GE_OQ);
+  const __m256 below = _mm256_cmp_ps(x, _mm256_set1_ps(range.high), _CMP_LT_OQ);
+  return uint32_t(_mm256_movemask_ps(_mm256_and_ps(reaches, below)));
+}
+
+inline uint32_t bits_in(const double* values, const Range<double>& range) {
+  const auto four = [&](const double* p) {
+    const __m256d x = _mm256_loadu_pd(p);
+    const __m256d reaches = _mm256_cmp_pd(x, _mm256_set1_pd(range.low), _CMP_GE_OQ);
+    const __m256d below = _mm256_cmp_pd(x, _mm256_set1_pd(range.high), _CMP_LT_OQ);
+    return uint32_t(_mm256_movemask_pd(_mm256_and_pd(reaches, below)));
+  };
+  return four(values) | four(values + 4) << 4;
+}
+
+// For each mask of eight bits, the numbers of its bits: a byte each, the lowest first.
+struct BitNumbers {
+  uint64_t of_mask[256] = {};
+
+  constexpr BitNumbers() {
+    for (uint32_t mask = 0; mask < 256; ++mask)
+      for (uint32_t bit = 8; bit-- > 0;)
+        if (mask >> bit & 1) of_mask[mask] = of_mask[mask] << 8 | bit;
   }
+};
+
+// `first` plus the number of each bit of the mask, ascending; how many. Writes eight.
+inline int32_t put_places(uint32_t mask, int32_t first, int32_t* out) {
+  static constexpr BitNumbers numbers;
+  const __m128i bytes = _mm_cvtsi64_si128(int64_t(numbers.of_mask[mask]));
+  const __m256i places = _mm256_add_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_set1_epi32(first));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), places);
+  return __builtin_popcount(mask);
+}
+#endif
+
+// The places whose value is in the range, ascending, counted from `first`; how many. `out` has room
+// for 8 more.
+template <class Value>
+inline int32_t copy_places(const Value* values, int32_t n, const Range<Value>& range, int32_t first,
+                           int32_t* out) {
+  int32_t count = 0, i = 0;
+#if defined(__AVX2__)
+  for (; i + 8 <= n; i += 8)
+    count += put_places(bits_in(values + i, range), first + i, out + count);
 #endif
   for (; i < n; ++i) {
-    out[count] = i;
-    count += values[i] >= least;
+    out[count] = first + i;
+    count += range.has(values[i]);
   }
   return count;
 }
@@ -354,82 +448,28 @@ inline int32_t put_kept(Doubles values, Doubles weights, Longs keep, double* v, 
 #endif
 }
 
-// Pairs whose weight is at least `least`, from all n; how many.
-template <class Value>
-inline int32_t copy_heavy(const Value* values, const double* weights, int32_t n, double least,
-                          double* v, double* w) {
-  int32_t count = 0, i = 0;
-  for (; i + kWide <= n; i += kWide) {
-    const Doubles weight = load_wide(weights + i);
-    count += put_kept(load_wide(values + i), weight, weight >= every(least), v + count, w + count);
-  }
-  for (; i < n; ++i) {
-    if (weights[i] < least) continue;
-    v[count] = values[i];
-    w[count++] = weights[i];
-  }
-  return count;
-}
-
-// Pairs whose value is in [low, high), from all n; how many. What the higher ones weigh: `above`.
-template <class Value>
-inline int32_t copy_between(const Value* values, const double* weights, int32_t n, double low,
-                            double high, double* v, double* w, double* above) {
-  Doubles sum = every(0);
-  int32_t count = 0, i = 0;
-  for (; i + kWide <= n; i += kWide) {
-    const Doubles value = load_wide(values + i), weight = load_wide(weights + i);
-    const Longs is_above = value >= every(high);
-    sum += is_above ? weight : every(0);
-    const Longs keep = (value >= every(low)) & ~is_above;
-    count += put_kept(value, weight, keep, v + count, w + count);
-  }
-  *above = sum_lanes(sum);
-  for (; i < n; ++i) {
-    if (values[i] >= high) *above += weights[i];
-    if (values[i] < low || values[i] >= high) continue;
-    v[count] = values[i];
-    w[count++] = weights[i];
-  }
-  return count;
-}
-
-struct HeavySum {
-  double weight;
-  int32_t count;
-};
-
-// What the pairs with a value of at least `pivot` weigh together, and how many they are.
-inline HeavySum sum_at_least(const double* v, const double* w, int32_t n, double pivot) {
-  Doubles sum = every(0);
+inline int32_t count_from(const double* values, int32_t n, double limit) {
   Longs counts = {};
-  int32_t i = 0;
-  for (; i + kWide <= n; i += kWide) {
-    const Longs is_upper = load_wide(v + i) >= every(pivot);
-    sum += is_upper ? load_wide(w + i) : every(0);
-    counts -= is_upper;
-  }
-  HeavySum upper{sum_lanes(sum), 0};
-  for (int32_t lane = 0; lane < kWide; ++lane) upper.count += int32_t(counts[lane]);
-  for (; i < n; ++i) {
-    if (v[i] < pivot) continue;
-    upper.weight += w[i];
-    ++upper.count;
-  }
-  return upper;
+  int32_t i = 0, count = 0;
+  for (; i + kWide <= n; i += kWide) counts -= load_wide(values + i) >= every(limit);
+  for (int32_t lane = 0; lane < kWide; ++lane) count += int32_t(counts[lane]);
+  for (; i < n; ++i) count += values[i] >= limit;
+  return count;
 }
 
-// The pairs with a value of at least `pivot` (or, `upper` false, below it) to the front, in order.
-inline int32_t keep_side(double* v, double* w, int32_t n, double pivot, bool upper) {
+// To v and w, in order, the pairs with a value of at least `pivot` (or, `upper` false, below it);
+// how many. They may stay in their arrays.
+inline int32_t keep_side(const double* values, const double* weights, int32_t n, double pivot,
+                         bool upper, double* v, double* w) {
   int32_t count = 0, i = 0;
   const Longs flip = Longs{} - (upper ? 0 : 1);
   for (; i + kWide <= n; i += kWide) {
-    const Doubles values = load_wide(v + i), weights = load_wide(w + i);
-    const Longs keep = (values >= every(pivot)) ^ flip;
-    count += put_kept(values, weights, keep, v + count, w + count);
+    const Doubles value = load_wide(values + i), weight = load_wide(weights + i);
+    const Longs keep = (value >= every(pivot)) ^ flip;
+    count += put_kept(value, weight, keep, v + count, w + count);
   }
   for (; i < n; ++i) {
-    const double value = v[i], weight = w[i];
+    const double value = values[i], weight = weights[i];
     v[count] = value;
     w[count] = weight;
     count += (value >= pivot) == upper;
