@@ -116,7 +116,7 @@ class Sampler {
   explicit Sampler(int32_t vocab_size)
       : vocab_size_(vocab_size),
         raw_maxima_(num_blocks(vocab_size)), known_maxima_(num_blocks(vocab_size)),
-        values_(vocab_size), maxima_(num_blocks(vocab_size)),
+        values_(vocab_size), maxima_(num_blocks(vocab_size)), is_stale_(num_blocks(vocab_size)),
         near_values_(vocab_size), weights_(vocab_size), side_values_(vocab_size + kWide),
         side_weights_(vocab_size + kWide),
         block_weights_(num_blocks(vocab_size)), near_starts_(num_blocks(vocab_size) + 1),
@@ -126,7 +126,8 @@ class Sampler {
     return 8 * int64_t(values_.size() + maxima_.size() + near_values_.size() + weights_.size() +
                        side_values_.size() + side_weights_.size() + block_weights_.size()) +
            4 * int64_t(raw_maxima_.size() + known_maxima_.size() + near_starts_.size() +
-                       places_.size() + ids_.size() + counts_.size());
+                       places_.size() + ids_.size() + counts_.size()) +
+           int64_t(is_stale_.size());
   }
 
   // Row `index` of `result` from logits [V]; ids from `num_token_ids` on are never drawn.
@@ -163,7 +164,7 @@ class Sampler {
   int32_t choose_token(const Scan<float>& raw, int32_t best, const NsRow& row) {
     if (!adjusts(row)) return row.temperature == 0 ? best : choose(raw, row);
     adjust(raw.values, raw.n, row);
-    const int32_t best_now = find_best(values_.data(), raw.n, maxima_.data());
+    const int32_t best_now = find_adjusted_best(raw, row);
     if (row.temperature == 0) return best_now;
     return choose(Scan<double>{values_.data(), raw.n, values_[best_now], maxima_.data()}, row);
   }
@@ -240,6 +241,32 @@ class Sampler {
     std::fill_n(values_.begin(), n, double(-kInfinity));
     for (size_t i = 0; i < forced_.size(); ++i)
       if (forced_[i] < n) values_[forced_[i]] = saved_[i];
+  }
+
+  // The place of the best value; in maxima_ the best of each block. Most blocks keep what they had:
+  // one is searched again only where its best was touched.
+  int32_t find_adjusted_best(const Scan<float>& raw, const NsRow& row) {
+    if (!forced_.empty()) return find_best(values_.data(), raw.n, maxima_.data());
+    const int32_t count = num_blocks(raw.n);
+    std::copy_n(raw.maxima, count, maxima_.begin());
+    std::fill_n(is_stale_.begin(), count, uint8_t{0});
+    note_touched(raw, row.prompt, row.num_prompt);
+    note_touched(raw, row.output, row.num_output);
+    note_touched(raw, row.bias_ids, row.num_biases);
+    note_touched(raw, row.masked, row.num_masked);
+    for (int32_t b = 0; b < count; ++b)
+      if (is_stale_[b])
+        maxima_[b] = max_of(&values_[b * kBlock], std::min(kBlock, raw.n - b * kBlock));
+    return place_of_best(values_.data(), raw.n, maxima_.data());
+  }
+
+  void note_touched(const Scan<float>& raw, const int32_t* ids, int32_t num_ids) {
+    for (int32_t i = 0; i < num_ids; ++i) {
+      if (ids[i] >= raw.n) continue;
+      const int32_t b = ids[i] / kBlock;
+      is_stale_[b] |= raw.values[ids[i]] == raw.maxima[b];
+      maxima_[b] = std::max(maxima_[b], values_[ids[i]]);
+    }
   }
 
   // --- The kept set and the draw ----------------------------------------------------------------
@@ -671,6 +698,7 @@ class Sampler {
   int32_t vocab_size_;
   std::vector<float> raw_maxima_, known_maxima_;    // of blocks: all, and of ids that can be drawn
   std::vector<double> values_, maxima_;             // adjusted logits, and the best of each block
+  std::vector<uint8_t> is_stale_;                   // blocks whose best is to be found again
   std::vector<double> near_values_, weights_;       // around the cut; by the definition all weights
   std::vector<double> side_values_, side_weights_;  // candidates, while one of them is selected
   std::vector<double> block_weights_, top_values_, saved_, sampled_, sampled_weights_;
