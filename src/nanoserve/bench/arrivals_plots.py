@@ -116,7 +116,7 @@ def draw_goodput(axes: Axes, data: PlotData) -> None:
         axes.plot(loads, shares, color=COLOURS[arm], marker=MARKERS[arm], lw=2, ms=5.5, label=arm)
     axes.axhline(100 * GOOD_SHARE, color=INK, linewidth=0.8, dashes=(2, 2))
     axes.set_ylim(-4, 104)
-    axes.legend(loc="lower left", frameon=False, fontsize=9)
+    axes.legend(loc="best", frameon=False, fontsize=9)
     slo = data["slo_ms"]
     axes.set_title(
         f"% of requests with TTFT <= {slo['ttft']:,.0f} ms and TPOT <= {slo['tpot']:,.0f} ms",
