@@ -200,7 +200,7 @@ inline double sum_exp(const float* logits, int32_t n, float peak) {
 }
 
 // 2^x for x <= 0, within 3e-12 of it; exactly 1 at 0, 1e-301 where it is less. Weights need no
-// more, and it has four fused multiply-adds fewer than exp_wide.
+// more, and it has five fused multiply-adds fewer than exp_wide.
 // 2^x = 2^k (1 + r q(r)) with |r| <= 1/2, where q interpolates at Chebyshev's eight points.
 template <int32_t N>
 inline void power_of_two(Doubles (&x)[N]) {
