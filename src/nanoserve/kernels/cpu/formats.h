@@ -51,8 +51,11 @@ struct Format {
   int tile_rows;  // most rows of one tile, <= kMaxTileRows
   void (*multiply)(const Tile& tile);
 
-  // Prepared rows are each value rounded to bf16: whoever computes a row may store it so at once.
-  bool takes_bfloat16 = false;
+  // A panel's width of inputs in prepared rows, so that whoever computes them stores them as `prepare`
+  // would: the bytes that hold them in one row, and `values` [num_rows][kPanel] put there, row m at
+  // out + m * row_stride.
+  size_t prepared_panel_bytes = 0;
+  void (*prepare_panel)(const float* values, int num_rows, uint8_t* out, size_t row_stride) = nullptr;
 };
 
 }  // namespace ns

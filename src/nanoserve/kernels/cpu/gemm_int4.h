@@ -164,6 +164,8 @@ inline constexpr Format kInt4Format = {"int4",
                                        quantised_row_bytes,
                                        prepare_quantised<kInt4ZeroPoint>,
                                        kQuantisedTileRows,
-                                       multiply_quantised<Int4Kernel>};
+                                       multiply_quantised<Int4Kernel>,
+                                       sizeof(ActivationGroup),
+                                       prepare_quantised_panel<kInt4ZeroPoint>};
 
 }  // namespace ns

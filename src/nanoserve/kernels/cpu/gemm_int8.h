@@ -107,7 +107,7 @@ struct Int8Kernel {
     constexpr int kVectors = kPanelVectors;
     const uint8_t* weights = tile.panel;
     const uint8_t* inputs = tile.rows;
-    if (kRows >= 4) fetch_targets(tile, kRows, 0, 1);
+    if (kRows >= 4 && tile.target) fetch_targets(tile, kRows, 0, 1);
     F32 total[kRows][kVectors];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
@@ -313,7 +313,11 @@ inline constexpr Format kInt8Format = {"int8",
                                        quantised_row_bytes,
                                        prepare_quantised<kInt8ZeroPoint>,
                                        kQuantisedTileRows,
-                                       multiply_quantised<Int8Kernel>};
+                                       multiply_quantised<Int8Kernel>,
+                                       sizeof(ActivationGroup),
+                                       prepare_quantised_panel<kInt8ZeroPoint>};
+
+static_assert(kGroup == kPanel, "a panel of results is one group of the rows that read them");
 
 inline constexpr Format kInt8OnlyFormat = {"int8-weight-only",
                                            int8_panel_bytes,

@@ -12,21 +12,22 @@
 
 namespace ns {
 
-enum class Then { kStore, kAdd, kActivate, kActivateAndRound };
+enum class Then { kStore, kAdd, kActivate };
 
-// What becomes of sums [M][N]: out = sums + bias, out += sums + bias, or out = act(sums + bias), as
-// fp32 or rounded to the bf16 that the next product reads.
+// What becomes of sums [M][N]: out = sums + bias, out += sums + bias, or out = act(sums + bias).
 struct Output {
   Then then = Then::kStore;
-  void* values = nullptr;  // row m starts at value m * stride and has padded(N) of them
-  size_t stride = 0;
+  void* values = nullptr;  // row m at values + m * row_bytes; it has padded(N) of them
+  size_t row_bytes = 0;
   int32_t activation = 0;
+  const Format* reader = nullptr;  // kActivate only: rows are stored as this format prepares them
   bool is_dense = false;  // kStore only: rows have N values, the next row follows at once
 
-  size_t value_bytes() const { return then == Then::kActivateAndRound ? 2 : 4; }
-  size_t row_bytes() const { return stride * value_bytes(); }
-  uint8_t* at(int row, int column) const {
-    return static_cast<uint8_t*>(values) + row_bytes() * row + value_bytes() * column;
+  size_t panel_bytes() const {
+    return reader ? reader->prepared_panel_bytes : sizeof(float) * kPanel;
+  }
+  uint8_t* at(int row, int panel) const {
+    return static_cast<uint8_t*>(values) + row_bytes * row + panel_bytes() * panel;
   }
 };
 
@@ -48,47 +49,40 @@ inline void finish_panel(const float* sums, const float* bias, int num_rows, Use
   }
 }
 
-inline void finish(const float* sums, const float* bias, int num_rows, const Output& output,
+inline void finish(float* sums, const float* bias, int num_rows, const Output& output,
                    uint8_t* out) {
-  const size_t stride = output.stride;
-  float* floats = reinterpret_cast<float*>(out);
-  uint16_t* halves = reinterpret_cast<uint16_t*>(out);
+  // What is prepared next is first put back where the sums were.
+  float* values = output.reader ? sums : reinterpret_cast<float*>(out);
+  const size_t stride = output.reader ? kPanel : output.row_bytes / sizeof(float);
   switch (output.then) {
     case Then::kStore:
       finish_panel(sums, bias, num_rows,
-                   [&](int m, int half, F32 y) { store(floats + m * stride + half, y); });
+                   [&](int m, int half, F32 y) { store(values + m * stride + half, y); });
       break;
     case Then::kAdd:
       finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
-        float* at = floats + m * stride + half;
+        float* at = values + m * stride + half;
         store(at, load(at) + y);
       });
       break;
     case Then::kActivate:
       with_activation(output.activation, [&](auto act) {
         finish_panel(sums, bias, num_rows,
-                     [&](int m, int half, F32 y) { store(floats + m * stride + half, act(y)); });
-      });
-      break;
-    case Then::kActivateAndRound:
-      with_activation(output.activation, [&](auto act) {
-        finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
-          store_bf16(halves + m * stride + half, act(y));
-        });
+                     [&](int m, int half, F32 y) { store(values + m * stride + half, act(y)); });
       });
   }
+  if (output.reader) output.reader->prepare_panel(sums, num_rows, out, output.row_bytes);
 }
 
 // The last panel of dense rows: what lies beyond its columns is the next row's.
-inline void finish_columns(const float* sums, const float* bias, int num_rows, int num_columns,
+inline void finish_columns(float* sums, const float* bias, int num_rows, int num_columns,
                            const Output& output, uint8_t* out) {
-  alignas(64) float finished[kMaxTileRows * kPanel];
   Output whole = output;
-  whole.stride = kPanel;
-  finish(sums, bias, num_rows, whole, reinterpret_cast<uint8_t*>(finished));
+  whole.row_bytes = sizeof(float) * kPanel;
+  finish(sums, bias, num_rows, whole, reinterpret_cast<uint8_t*>(sums));
   for (int m = 0; m < num_rows; ++m)
-    std::copy_n(finished + m * kPanel, num_columns,
-                reinterpret_cast<float*>(out + output.row_bytes() * m));
+    std::copy_n(sums + m * kPanel, num_columns,
+                reinterpret_cast<float*>(out + output.row_bytes * m));
 }
 
 // How the work on M rows is cut. Nothing here changes a bit of a result.
@@ -124,7 +118,7 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
     tile.panel = matrix.panels + matrix.panel_bytes * panel;
     tile.K = matrix.K;
     tile.row_stride = rows.stride;
-    tile.target_stride = output.row_bytes();
+    tile.target_stride = output.row_bytes;
     tile.out = sums;
     // Where a panel is used by several tiles, the first two fetch one half each of the next panel.
     const bool fetches = first == 0 && rows.count > cut.tile_rows && panel + 1 < num_panels;
@@ -135,7 +129,7 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
       tile.next = fetches && half < 2
                       ? tile.panel + matrix.panel_bytes + half * (matrix.panel_bytes / 2)
                       : nullptr;
-      uint8_t* out = output.at(row, column);
+      uint8_t* out = output.at(row, panel);
       tile.target = out;
       format.multiply(tile);
       const float* added = bias ? bias + column : nullptr;

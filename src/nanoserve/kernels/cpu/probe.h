@@ -57,7 +57,7 @@ class ProbeProduct {
   void run(Pool& pool) {
     Output output;
     output.values = reinterpret_cast<float*>(sums_.data());
-    output.stride = padded(N_);
+    output.row_bytes = sizeof(float) * padded(N_);
     multiply(pool, matrix_, nullptr, {rows_.data(), row_bytes_, M_}, output, 0);
   }
 

@@ -85,24 +85,39 @@ inline const ActivationGroup* group_at(const uint8_t* row, int g) {
   return reinterpret_cast<const ActivationGroup*>(row) + g;
 }
 
+// 32 values, of which `low` are the first. One that is not finite makes the scale NaN, and with it
+// every product of the row.
+template <int kZeroPoint>
+inline void quantise_group(F32 low, F32 high, ActivationGroup* group) {
+  const float largest = reduce_max(max(abs(low), abs(high)));
+  const float steps = largest > kTiny ? kMaxInt8 / largest : 0.0f;
+  const I32 first = to_int(low * splat(steps)), second = to_int(high * splat(steps));
+  store_i8(group->values, first);
+  store_i8(group->values + kLanes, second);
+  // Sums of 32 bytes are small integers: exact as floats, in any order. Zero times a value adds
+  // nothing, or NaN; then the integers mean nothing, but their sum must not overflow.
+  const float sum = reduce_add(fma(low, zero(), fma(high, zero(), to_float(first + second))));
+  const float limit = kGroup * kMaxInt8;
+  group->bias = -kZeroPoint * static_cast<int32_t>(std::min(limit, std::max(-limit, sum)));
+  group->scale = largest / kMaxInt8 + (sum - sum);
+}
+
 template <int kZeroPoint>
 void prepare_quantised(const float* x, int K, uint8_t* row) {
   ActivationGroup* group = reinterpret_cast<ActivationGroup*>(row);
-  const float nothing_or_nan = unfinite(x, K);
-  for (int k = 0; k < K; k += kGroup, ++group) {
-    const F32 low = load_first(x + k, K - k), high = load_first(x + k + kLanes, K - k - kLanes);
-    const float largest = reduce_max(max(abs(low), abs(high)));
-    const float steps = largest > kTiny ? kMaxInt8 / largest : 0.0f;
-    const I32 first = to_int(low * splat(steps)), second = to_int(high * splat(steps));
-    store_i8(group->values, first);
-    store_i8(group->values + kLanes, second);
-    // Sums of 32 bytes are small integers: exact as floats, in any order. The limits bind in a row
-    // that is not finite only: its integers mean nothing (its scale is NaN), but must not overflow.
-    const float sum = reduce_add(to_float(first + second));
-    const float limit = kGroup * kMaxInt8;
-    group->bias = -kZeroPoint * static_cast<int32_t>(std::min(std::max(sum, -limit), limit));
-    group->scale = largest / kMaxInt8 + nothing_or_nan;
-  }
+  int k = 0;
+  for (; k + kGroup <= K; k += kGroup)
+    quantise_group<kZeroPoint>(load(x + k), load(x + k + kLanes), group++);
+  if (k < K)
+    quantise_group<kZeroPoint>(load_first(x + k, K - k), load_first(x + k + kLanes, K - k - kLanes),
+                               group);
+}
+
+// A panel's width of some rows [num_rows][kPanel]: one group of each.
+template <int kZeroPoint>
+void prepare_quantised_panel(const float* values, int num_rows, uint8_t* out, size_t row_stride) {
+  for (int m = 0; m < num_rows; ++m)
+    prepare_quantised<kZeroPoint>(values + m * kGroup, kGroup, out + m * row_stride);
 }
 
 }  // namespace ns

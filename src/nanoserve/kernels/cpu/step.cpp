@@ -223,24 +223,27 @@ class Slice {
   }
 
   void feed_forward(const Layer& weights) {
-    const Matrix& next = weights.mlp_proj.weight;
-    Output inner = to(buffers_.inner, padded(model_.config.n_inner));
-    inner.then = next.format->takes_bfloat16 ? Then::kActivateAndRound : Then::kActivate;
-    inner.activation = model_.config.activation;
+    const Output inner = activated_for(*weights.mlp_proj.weight.format);
     linear(weights.c_fc, normed(weights.ln_2, weights.c_fc), inner);
-    linear(weights.mlp_proj, activated(inner, next), added_to_x());
+    linear(weights.mlp_proj, {inner.at(0, 0), inner.row_bytes, count_}, added_to_x());
   }
 
-  // What c_fc left in `inner`, in the form that `next` multiplies.
-  Rows activated(const Output& inner, const Matrix& next) {
-    if (inner.then == Then::kActivate) return prepared(buffers_.inner, inner.stride, next);
-    return {inner.at(0, 0), inner.row_bytes(), count_};
+  // Activated rows in `inner`, stored at once in the form that `reader` multiplies.
+  Output activated_for(const Format& reader) {
+    Output output = to(buffers_.inner, padded(model_.config.n_inner));
+    output.then = Then::kActivate;
+    output.activation = model_.config.activation;
+    if (reader.prepare_panel) {
+      output.reader = &reader;
+      output.row_bytes = reader.row_bytes(model_.config.n_inner);
+    }
+    return output;
   }
 
   static Output to(float* values, size_t stride) {
     Output output;
     output.values = values;
-    output.stride = stride;
+    output.row_bytes = sizeof(float) * stride;
     return output;
   }
 
@@ -365,7 +368,7 @@ Output logits_output(const Model& model, const NsResult& result, int first) {
   Output output;
   output.is_dense = result.logits != nullptr;
   output.values = output.is_dense ? result.logits + V * first : model.buffers.logits;
-  output.stride = output.is_dense ? V : padded(model.config.vocab_size);
+  output.row_bytes = sizeof(float) * (output.is_dense ? V : padded(model.config.vocab_size));
   return output;
 }
 
