@@ -353,21 +353,19 @@ class Int8Math {
 
   void prepare(int row, const float* q, float scale) {
     int8_t* high = q_high(row);
-    Query& query = queries_[row];
     float largest = magnitude(q, head_size_) * std::fabs(scale);
     float steps = largest > kTiny ? kQuerySteps / largest : 0.0f;
-    query = {largest / kQuerySteps, 0, 0};
+    I32 high_sum = splat_i32(0), low_sum = splat_i32(0);
     for (int d = 0; d < padded_head_; d += kLanes) {
       F32 x = load_first(q + d, std::max(0, std::min(kLanes, head_size_ - d)));
       I32 step = to_int((x * splat(scale)) * splat(steps));
       I32 upper = shift_right_signed<7>(step + splat_i32(64));
       store_i8(high + d, upper);
       store_i8(high + padded_head_ + d, step - shift_left<7>(upper));
+      high_sum = high_sum + load_i8(high + d);
+      low_sum = low_sum + load_i8(high + padded_head_ + d);
     }
-    for (int d = 0; d < head_size_; ++d) {
-      query.high_bias -= 128 * high[d];
-      query.low_bias -= 128 * high[padded_head_ + d];
-    }
+    queries_[row] = {largest / kQuerySteps, -128 * sum_of(high_sum), -128 * sum_of(low_sum)};
   }
 
   // See FloatMath: bytes are multiplied as they are.
@@ -455,6 +453,9 @@ class Int8Math {
     float unit;
     int32_t high_bias, low_bias;
   };
+  // Sums of a few hundred bytes: exact as floats.
+  static int32_t sum_of(I32 bytes) { return static_cast<int32_t>(reduce_add(to_float(bytes))); }
+
   static constexpr float kQuerySteps = 127.0f * 128.0f;
   static constexpr float kWeightSteps = 65535.0f;
 
@@ -549,8 +550,11 @@ class ChunkAttention {
     KvTiles<Kv> tiles(cache_, task, seen_, places_);
     int num_tiles = round_up(seen_, kLanes) / kLanes;
     math_.begin(tiles, num_tiles);
-    for (int row = 0; row < count; ++row)
-      math_.prepare(row, task.q + (first + row) * task.q_stride, task.scale);
+    for (int row = 0; row < count; ++row) {
+      const float* q = task.q + (first + row) * task.q_stride;
+      for (int d = 0; d < cache_.head_size; d += kLanes) prefetch_l1(q + kRowsAhead * task.q_stride + d);
+      math_.prepare(row, q, task.scale);
+    }
     score(tiles, num_tiles);
     for (int t = 0; t < kKeyTiles; ++t) tiles.prefetch_values(t);
     for (int row = 0; row < count; ++row) {

@@ -26,6 +26,8 @@
 
 namespace ns {
 
+constexpr int kRowsAhead = 3;  // how far ahead of its use a row of activations is asked for
+
 constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // `width` positions of a block from `start` on, stored side by side; `lane` is the one asked for.
@@ -120,10 +122,12 @@ class KvCache {
   }
 
   // Store one head of some rows: row i's D values start at k + i * stride and v + i * stride and go
-  // to slot slots[i]. Threads may append different heads, or different slots, at once.
+  // to slot slots[i]. Threads may append different heads at once.
   void append(int layer, int head, const float* k, const float* v, int64_t stride,
               const int32_t* slots, int num_rows) {
     for (int row = 0; row < num_rows; ++row, k += stride, v += stride) {
+      fetch_row(k + kRowsAhead * stride);
+      fetch_row(v + kRowsAhead * stride);
       uint8_t* target = chunk(layer, slots[row] / block_size, head);
       int offset = slots[row] % block_size;
       switch (dtype) {
@@ -141,6 +145,11 @@ class KvCache {
   const int dtype;
 
  private:
+  // One head of rows that lie far apart: no hardware guesses the next.
+  void fetch_row(const float* x) const {
+    for (int d = 0; d < head_size; d += kLanes) prefetch_l1(x + d);
+  }
+
   template <class Kv>
   void write_floats(uint8_t* target, int offset, const float* k, const float* v) {
     using Stored = typename Kv::Stored;
@@ -159,7 +168,6 @@ class KvCache {
   void write_int8(uint8_t* target, int offset, const float* k, const float* v) {
     KvGroup keys16 = group_of(offset, kLanes, block_size), values4 = group_of(offset, 4, block_size);
     int8_t* key = keys<int8_t>(target) + keys16.start * round_up(head_size, 4) + keys16.lane * 4;
-    int8_t* value = values<int8_t>(target) + values4.start * padded_head + values4.lane;
     KvScale key_scale = kv_scale(k, head_size), value_scale = kv_scale(v, head_size);
     key_scales(target)[offset] = key_scale.half;
     value_scales(target)[offset] = value_scale.half;
@@ -169,9 +177,24 @@ class KvCache {
       store_low_bytes(row, quantise_kv(load_first(k + d, count), key_scale) + splat_i32(128));
       for (int i = 0; i < count; i += 4)
         std::memcpy(key + (d + i) * keys16.width, row + i, 4);
-      store_i8(row, quantise_kv(load_first(v + d, count), value_scale));
-      for (int i = 0; i < count; ++i) value[(d + i) * values4.width] = row[i];
+      const I32 steps = quantise_kv(load_first(v + d, count), value_scale);
+      put_among(values<int8_t>(target) + values4.start * padded_head + d * values4.width, values4,
+                steps);
     }
+  }
+
+  // Sixteen bytes of one position into its group's [16][width].
+  static void put_among(int8_t* bytes, const KvGroup& group, I32 x) {
+    if (group.width != 4) {
+      int8_t row[kLanes];
+      store_i8(row, x);
+      for (int i = 0; i < kLanes; ++i) bytes[i * group.width + group.lane] = row[i];
+      return;
+    }
+    I32 put = x & splat_i32(255), others = splat_i32(255);
+    for (int i = 0; i < group.lane; ++i) put = shift_left<8>(put), others = shift_left<8>(others);
+    int32_t* four = reinterpret_cast<int32_t*>(bytes);
+    store_i32(four, (load_i32(four) & (others ^ splat_i32(-1))) | put);
   }
 
   void poison_chunk(uint8_t* target) {

@@ -238,6 +238,7 @@ inline I32 dot(I32 acc, Bytes a, Bytes b) {
 inline Bytes bytes_from_bits(I32 x) { return {x.low, x.high}; }
 inline I32 bits(Bytes x) { return {x.low, x.high}; }
 
+inline void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace ns

@@ -263,6 +263,7 @@ inline I32 bits(Bytes x) {
   return r;
 }
 
+inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace ns
