@@ -40,10 +40,10 @@ constexpr auto quantised_table(std::integer_sequence<int, kIndex...>) {
       Kernel::template multiply<kIndex + 1>...};
 }
 
-template <class Kernel>
+template <class Kernel, int kTileRows = kQuantisedTileRows>
 void multiply_quantised(const Tile& tile) {
   static constexpr auto kTable =
-      quantised_table<Kernel>(std::make_integer_sequence<int, kQuantisedTileRows>{});
+      quantised_table<Kernel>(std::make_integer_sequence<int, kTileRows>{});
   kTable[tile.num_rows - 1](tile);
 }
 
@@ -156,58 +156,105 @@ struct Int8Kernel {
   }
 };
 
+// Four inputs of sixteen columns as signed bytes: flipping bit 7 subtracts 128.
+inline I32 load_signed(const uint8_t* quad) {
+  return bits(load_bytes(quad)) ^ splat_i32(static_cast<int32_t>(0x80808080u));
+}
+
 // Input `kByte` of each four, as a float.
 template <int kByte>
 inline F32 signed_byte(I32 four) {
   return to_float(shift_right_signed<24>(shift_left<24 - 8 * kByte>(four)));
 }
 
-// Few rows wait for memory: each weight becomes a float where it is used.
+// Sums of fp32 rows, so far of integers, times the columns' scales.
+inline void scale_columns(const Tile& tile) {
+  const float* scales = reinterpret_cast<const float*>(tile.panel + int8_values_bytes(tile.K));
+  for (int m = 0; m < tile.num_rows; ++m)
+    for (int v = 0; v < kPanelVectors; ++v) {
+      float* y = sums_at(tile, m, v);
+      store(y, load(y) * load(scales + v * kLanes));
+    }
+}
+
+// Rows as even parts, each of as many as registers hold sums of: use(first row, number of rows).
+template <class Use>
+inline void in_parts(int num_rows, Use&& use) {
+  const int num_parts = (num_rows + kFloatTileRows - 1) / kFloatTileRows;
+  for (int part = 0; part < num_parts; ++part) {
+    const int row = num_rows * part / num_parts;
+    use(row, num_rows * (part + 1) / num_parts - row);
+  }
+}
+
+// Up to so many rows each part makes floats of the weights anew, in registers. To make them once for
+// all parts takes a pass through memory, which pays later: at 7 rows it cost half of the time.
+#if defined(__AVX512F__)
+constexpr int kMostUnwidenedRows = 48;
+#else
+constexpr int kMostUnwidenedRows = kFloatTileRows;
+#endif
+
 struct Int8OnlyKernel {
   template <int kRows>
   static void multiply(const Tile& tile) {
-    constexpr int kVectors = kPanelVectors;
-    const uint8_t* weights = tile.panel;
-    F32 total[kRows][kVectors];
-    for (auto& row : total)
-      for (F32& lanes : row) lanes = zero();
-    for (int block = 0; block < tile.K; block += kBlockK) {
-      F32 sum[kRows][kVectors];
-#pragma GCC unroll 16
-      for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) sum[m][v] = zero();
-      const int end = std::min(tile.K, block + kBlockK);
-      for (int k = block; k < end; k += 4, weights += kQuadBytes) {
-        I32 four[kVectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v)  // flipping bit 7 subtracts 128 from a byte
-          four[v] = bits(load_bytes(weights + v * kHalfQuad)) ^
-                    splat_i32(static_cast<int32_t>(0x80808080u));
-        add_input<0>(tile, k, four, sum);
-        if (k + 1 < end) add_input<1>(tile, k + 1, four, sum);
-        if (k + 2 < end) add_input<2>(tile, k + 2, four, sum);
-        if (k + 3 < end) add_input<3>(tile, k + 3, four, sum);
-      }
-#pragma GCC unroll 16
-      for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) total[m][v] = total[m][v] + sum[m][v];
-    }
-    Int8Kernel::store_scaled<kRows>(tile, total);
+    constexpr int kVectors = kVectorsAtOnce<kRows>;
+    for (int first = 0; first < kPanelVectors; first += kVectors)
+      for (int block = 0; block < tile.K; block += kBlockK)
+        multiply_block<kRows, kVectors>(tile, first, block, std::min(tile.K, block + kBlockK));
+    scale_columns(tile);
   }
 
-  template <int kByte, int kRows>
-  static void add_input(const Tile& tile, int k, const I32 (&four)[kPanelVectors],
-                        F32 (&sum)[kRows][kPanelVectors]) {
-    F32 w[kPanelVectors];
+ private:
+  // Inputs [block, end) times kVectors vectors of columns, added to what the tile's sums are so far.
+  template <int kRows, int kVectors>
+  static void multiply_block(const Tile& tile, int first, int block, int end) {
+    F32 sum[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) w[v] = signed_byte<kByte>(four[v]);
+      for (int v = 0; v < kVectors; ++v) sum[m][v] = zero();
+    const uint8_t* weights = tile.panel + int8_index(block, first * kLanes);
+    const uint8_t* inputs = tile.rows + sizeof(float) * block;
+    int num_left = end - block;
+    for (; num_left >= 4; num_left -= 4, weights += kQuadBytes, inputs += 4 * sizeof(float))
+      add_inputs<4>(weights, inputs, tile.row_stride, sum);
+    if (num_left == 3) add_inputs<3>(weights, inputs, tile.row_stride, sum);
+    if (num_left == 2) add_inputs<2>(weights, inputs, tile.row_stride, sum);
+    if (num_left == 1) add_inputs<1>(weights, inputs, tile.row_stride, sum);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        float* total = sums_at(tile, m, first + v);
+        store(total, (block == 0 ? zero() : load(total)) + sum[m][v]);
+      }
+  }
+
+  // The first kCount of four inputs.
+  template <int kCount, int kRows, int kVectors>
+  static void add_inputs(const uint8_t* weights, const uint8_t* inputs, size_t row_stride,
+                         F32 (&sum)[kRows][kVectors]) {
+    I32 four[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) four[v] = load_signed(weights + v * kHalfQuad);
+    add_input<0>(four, inputs, row_stride, sum);
+    if (kCount > 1) add_input<1>(four, inputs, row_stride, sum);
+    if (kCount > 2) add_input<2>(four, inputs, row_stride, sum);
+    if (kCount > 3) add_input<3>(four, inputs, row_stride, sum);
+  }
+
+  template <int kByte, int kRows, int kVectors>
+  static void add_input(const I32 (&four)[kVectors], const uint8_t* inputs, size_t row_stride,
+                        F32 (&sum)[kRows][kVectors]) {
+    F32 w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) w[v] = signed_byte<kByte>(four[v]);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      F32 x = splat(reinterpret_cast<const float*>(tile.rows + m * tile.row_stride)[k]);
+      const F32 x = splat(reinterpret_cast<const float*>(inputs + m * row_stride)[kByte]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) sum[m][v] = fma(x, w[v], sum[m][v]);
+      for (int v = 0; v < kVectors; ++v) sum[m][v] = fma(x, w[v], sum[m][v]);
     }
   }
 };
@@ -216,8 +263,7 @@ struct Int8OnlyKernel {
 inline void widen_block(const uint8_t* panel, int first, int count, float* out) {
   for (int k = 0; k < count; k += 4)
     for (int v = 0; v < kPanelVectors; ++v) {
-      const uint8_t* quad = panel + int8_index(first + k, v * kLanes);
-      const I32 four = bits(load_bytes(quad)) ^ splat_i32(static_cast<int32_t>(0x80808080u));
+      const I32 four = load_signed(panel + int8_index(first + k, v * kLanes));
       float* at = out + k * kPanel + v * kLanes;
       store(at, signed_byte<0>(four));
       store(at + kPanel, signed_byte<1>(four));
@@ -280,28 +326,28 @@ inline void multiply_widened(const Tile& tile) {
   static constexpr auto kTable =
       widened_table(std::make_integer_sequence<int, kFloatTileRows>{});
   alignas(64) float weights[kBlockK * kPanel];
-  const int num_parts = (tile.num_rows + kFloatTileRows - 1) / kFloatTileRows;
   for (int first = 0; first < tile.K; first += kBlockK) {
     const int count = std::min(kBlockK, tile.K - first);
     widen_block(tile.panel, first, count, weights);
-    for (int part = 0; part < num_parts; ++part) {
-      const int row = tile.num_rows * part / num_parts;
-      const int end = tile.num_rows * (part + 1) / num_parts;
-      kTable[end - row - 1]({weights, count, tile.rows + row * tile.row_stride + 4 * first,
-                             tile.row_stride, tile.out + row * kPanel, first == 0});
-    }
+    in_parts(tile.num_rows, [&](int row, int num_rows) {
+      kTable[num_rows - 1]({weights, count, tile.rows + row * tile.row_stride + 4 * first,
+                            tile.row_stride, tile.out + row * kPanel, first == 0});
+    });
   }
-  const float* scales = reinterpret_cast<const float*>(tile.panel + int8_values_bytes(tile.K));
-  for (int m = 0; m < tile.num_rows; ++m)
-    for (int v = 0; v < kPanelVectors; ++v) {
-      float* y = sums_at(tile, m, v);
-      store(y, load(y) * load(scales + v * kLanes));
-    }
+  scale_columns(tile);
 }
 
 inline void multiply_int8_only(const Tile& tile) {
-  if (tile.num_rows > kQuantisedTileRows) return multiply_widened(tile);
-  multiply_quantised<Int8OnlyKernel>(tile);
+  constexpr auto multiply_part = multiply_quantised<Int8OnlyKernel, kFloatTileRows>;
+  if (tile.num_rows <= kFloatTileRows) return multiply_part(tile);
+  if (tile.num_rows > kMostUnwidenedRows) return multiply_widened(tile);
+  in_parts(tile.num_rows, [&](int row, int num_rows) {
+    Tile part = tile;
+    part.rows += row * tile.row_stride;
+    part.num_rows = num_rows;
+    part.out += row * kPanel;
+    multiply_part(part);
+  });
 }
 
 inline size_t fp32_rows(int) { return 0; }
