@@ -552,7 +552,8 @@ class ChunkAttention {
     math_.begin(tiles, num_tiles);
     for (int row = 0; row < count; ++row) {
       const float* q = task.q + (first + row) * task.q_stride;
-      for (int d = 0; d < cache_.head_size; d += kLanes) prefetch_l1(q + kRowsAhead * task.q_stride + d);
+      for (int d = 0; d < cache_.head_size; d += kLanes)
+        prefetch_l1(q + kRowsAhead * task.q_stride + d);
       math_.prepare(row, q, task.scale);
     }
     score(tiles, num_tiles);

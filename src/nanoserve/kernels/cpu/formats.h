@@ -55,7 +55,8 @@ struct Format {
   // would: the bytes that hold them in one row, and `values` [num_rows][kPanel] put there, row m at
   // out + m * row_stride.
   size_t prepared_panel_bytes = 0;
-  void (*prepare_panel)(const float* values, int num_rows, uint8_t* out, size_t row_stride) = nullptr;
+  void (*prepare_panel)(const float* values, int num_rows, uint8_t* out,
+                        size_t row_stride) = nullptr;
 };
 
 }  // namespace ns
