@@ -57,22 +57,30 @@ def stored(x: Float64, dtype: str | None) -> Float64:
     return x
 
 
-def attend(config: ModelConfig, layer: int, qkv: Float64, kv_dtype: str | None = None) -> Float64:
+def attend(
+    config: ModelConfig,
+    layer: int,
+    qkv: Float64,
+    kv_dtype: str | None = None,
+    product_dtype: str | None = None,
+) -> Float64:
     num_tokens = len(qkv)
     q, k, v = np.split(qkv, 3, axis=-1)
     heads = (num_tokens, config.n_head, config.head_size)
     k, v = (stored(x.reshape(heads), kv_dtype).reshape(x.shape) for x in (k, v))
+    if config.scale_attn_weights:
+        q = q / math.sqrt(config.head_size)
+    if config.scale_attn_by_inverse_layer_idx:
+        q = q / (layer + 1)
+    q = stored(q, product_dtype)
     mixed = np.empty_like(q)
     for head in range(config.n_head):
         part = slice(head * config.head_size, (head + 1) * config.head_size)
         scores = q[:, part] @ k[:, part].T
-        if config.scale_attn_weights:
-            scores /= math.sqrt(config.head_size)
-        if config.scale_attn_by_inverse_layer_idx:
-            scores /= layer + 1
         scores[np.triu_indices(num_tokens, 1)] = -np.inf
         scores = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed[:, part] = scores / scores.sum(-1, keepdims=True) @ v[:, part]
+        mixed[:, part] = stored(scores, product_dtype) @ v[:, part]
+        mixed[:, part] /= scores.sum(-1, keepdims=True)
     return mixed
 
 
@@ -81,10 +89,12 @@ def logits(
     weights: Mapping[str, Float64],
     token_ids: Sequence[int],
     kv_dtype: str | None = None,
+    product_dtype: str | None = None,
 ) -> Float64:
     """[N, V]: row p holds the logits of the token after position p.
 
-    `kv_dtype` rounds keys and values to what such a cache stores.
+    `kv_dtype` rounds keys and values to what such a cache stores, `product_dtype` queries and
+    attention weights before they are multiplied with them.
     """
     eps = config.layer_norm_epsilon
     x = weights["wte.weight"][list(token_ids)] + weights["wpe.weight"][: len(token_ids)]
@@ -96,7 +106,7 @@ def logits(
         }
         normed = layer_norm(x, h["ln_1.weight"], h["ln_1.bias"], eps)
         qkv = normed @ h["attn.c_attn.weight"] + h["attn.c_attn.bias"]
-        mixed = attend(config, layer, qkv, kv_dtype)
+        mixed = attend(config, layer, qkv, kv_dtype, product_dtype)
         x = x + mixed @ h["attn.c_proj.weight"] + h["attn.c_proj.bias"]
         normed = layer_norm(x, h["ln_2.weight"], h["ln_2.bias"], eps)
         inner = activate(

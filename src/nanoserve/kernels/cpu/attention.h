@@ -10,6 +10,10 @@
 // Nothing in it knows of other queries, of blocks or of tiles: a query alone, in a prefill and in
 // any layout gives the same bits. Tiles below decide speed only.
 //
+// bf16 multiplies pairs: q' and p[t] are rounded to bf16 as well, d and t go two at a time, the odd one
+// first (docs/EXACTNESS.md); the last of an odd number is paired with zero. l is a sum of the p[t]
+// before they are rounded.
+//
 // int8 multiplies integers, so its sums are exact in any order. A query is two signed bytes a value
 // (q' = unit * (128 high + low)); so are the weights p[t] * scale of v[t] (unit * (256 high + low),
 // unsigned). What is lost there is far below what int8 keys and values lost already.
@@ -31,12 +35,12 @@
 
 namespace ns {
 
-constexpr int kQueryChunk = 32;               // queries that share what is read of the cache
+constexpr int kQueryChunk = 64;               // queries that share what is read of the cache
 constexpr int kKeyTiles = 4;                  // tiles of 16 keys multiplied at once
 constexpr int kSpan = kKeyTiles * kLanes;     // ... and the keys in them
 constexpr int kValueTiles = kBlockK / kLanes;  // tiles of 16 values in one block of a sum
 constexpr int kTilesAhead = kKeyTiles;         // how far ahead of its use memory is asked for
-constexpr int kWidenedRows = 8;               // so many queries share tiles that were widened first
+constexpr int kManyQueries = 8;  // so many share tiles that were brought into a better form first
 
 // The last query sees `context_len` keys, the one before it one less, and so on: a prefill may be
 // cut into tasks anywhere; cuts at multiples of kQueryChunk rows are the cheapest.
@@ -212,14 +216,15 @@ class FloatMath {
             load_first(q + d, std::min(kLanes, head_size_ - d)) * splat(scale));
   }
 
-  // Calls multiply(elements, tiles) with tiles of `size` values in the form that `num_rows` queries
-  // multiply best: many of them as floats that were converted once instead of every few rows. The
+  // Calls multiply(elements, tiles) with tiles [tile_rows][row_size] in the form that `num_queries`
+  // multiply best: many of them as floats that were converted once instead of every few queries. The
   // values are the same.
   template <class Multiply>
-  void with_tiles(const Stored* const* tiles, int num_tiles, int size, int num_rows,
-                  Multiply multiply) {
-    if (kIsWide || num_rows < kWidenedRows) return multiply(Kv{}, tiles);
+  void with_tiles(const Stored* const* tiles, int num_tiles, int tile_rows, int row_size,
+                  int num_queries, Multiply multiply) {
+    if (kIsWide || num_queries < kManyQueries) return multiply(Kv{}, tiles);
     const float* widened[kValueTiles];
+    const int size = tile_rows * row_size;
     for (int t = 0; t < num_tiles; ++t) {
       float* out = widened_ + t * size;
       for (int i = 0; i < size; i += kLanes) store(out + i, Kv::load(tiles[t] + i));
@@ -329,6 +334,156 @@ class FloatMath {
   float* widened_;     // tiles as floats, up to [kBlockK][D']
 };
 
+// Two rows of 16-bit values as pairs, `column` being the first of sixteen; `odd` false: the second
+// row is zero, whatever is there. As stored, or two rows woven into one beforehand.
+struct StoredRows {
+  static Pairs pair(const uint16_t* tile, int row, int row_size, int column, bool odd) {
+    const uint16_t* even = tile + row * row_size + column;
+    return odd ? zip(even, even + row_size) : even_only(zip(even, even));
+  }
+};
+struct WovenRows {
+  static Pairs pair(const uint16_t* tile, int row, int row_size, int column, bool odd) {
+    const Pairs both = load_pairs(tile + row * row_size + 2 * column);
+    return odd ? both : even_only(both);
+  }
+};
+
+// bf16 keys and values, with queries and weights rounded to bf16: two products in one.
+class PairMath {
+ public:
+  static constexpr int kRows = 4;
+
+  PairMath(const KvCache& cache, int padded_context, Arena& arena)
+      : head_size_(cache.head_size), padded_head_(cache.padded_head), context_(padded_context),
+        q_(arena.take<uint16_t>(kQueryChunk * cache.padded_head)),
+        weights_(arena.take<uint16_t>(kQueryChunk * static_cast<size_t>(padded_context))),
+        mixed_(arena.take<float>(kQueryChunk * cache.padded_head)),
+        woven_(arena.take<uint16_t>(kBlockK * cache.padded_head)) {}
+
+  void begin(const KvTiles<Bfloat16Kv>&, int /*num_tiles*/) {}
+
+  void prepare(int row, const float* q, float scale) {
+    for (int d = 0; d < head_size_; d += kLanes)
+      store_bf16(q_ + row * padded_head_ + d,
+                 load_first(q + d, std::min(kLanes, head_size_ - d)) * splat(scale));
+  }
+
+  // See FloatMath: for many queries, rows are woven once.
+  template <class Multiply>
+  void with_tiles(const uint16_t* const* tiles, int num_tiles, int tile_rows, int row_size,
+                  int num_queries, Multiply multiply) {
+    if (num_queries < kManyQueries) return multiply(StoredRows{}, tiles);
+    const uint16_t* woven[kValueTiles];
+    const int size = round_up(tile_rows, 2) * row_size;
+    for (int t = 0; t < num_tiles; ++t) {
+      uint16_t* out = woven_ + t * size;
+      woven[t] = out;
+      for (int row = 0; row < tile_rows; row += 2)
+        for (int column = 0; column < row_size; column += kLanes, out += 2 * kLanes)
+          store_pairs(out, StoredRows::pair(tiles[t], row, row_size, column, row + 1 < tile_rows));
+    }
+    multiply(WovenRows{}, woven);
+  }
+
+  template <int kCount, class Elements>
+  void score(Elements, int row, const uint16_t* const* tiles, int /*first_tile*/, float* scores,
+             size_t stride) const {
+    const uint16_t* q = q_ + row * padded_head_;
+    for (int block = 0; block < head_size_; block += kBlockK) {
+      F32 sum[kCount][kKeyTiles];
+      for (auto& query : sum)
+        for (F32& lanes : query) lanes = zero();
+      auto add_pair = [&](int d, bool odd) {
+        Pairs key[kKeyTiles];
+#pragma GCC unroll 4
+        for (int t = 0; t < kKeyTiles; ++t) key[t] = Elements::pair(tiles[t], d, kLanes, 0, odd);
+#pragma GCC unroll 4
+        for (int m = 0; m < kCount; ++m) {
+          const Pairs x = splat_pair(q + m * padded_head_ + d);
+#pragma GCC unroll 4
+          for (int t = 0; t < kKeyTiles; ++t) sum[m][t] = dot(sum[m][t], x, key[t]);
+        }
+      };
+      const int end = std::min(head_size_, block + kBlockK);
+      int d = block;
+      for (; d + 1 < end; d += 2) add_pair(d, true);
+      if (d < end) add_pair(d, false);
+      for (int m = 0; m < kCount; ++m)
+        for (int t = 0; t < kKeyTiles; ++t) {
+          float* total = scores + m * stride + t * kLanes;
+          store(total, block == 0 ? sum[m][t] : load(total) + sum[m][t]);
+        }
+    }
+  }
+
+  void weigh(int row, const float* weights, int /*seen*/, int num_tiles) {
+    uint16_t* rounded = weights_ + row * static_cast<size_t>(context_);
+    for (int i = 0; i < num_tiles * kLanes; i += kLanes) store_bf16(rounded + i, load(weights + i));
+  }
+
+  // See FloatMath.
+  template <int kCount, class Elements, class Fetch>
+  void mix(Elements, int row, const uint16_t* const* tiles, int first, int seen, const float*,
+           size_t, Fetch fetch) {
+    int d = 0;
+    for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
+      mix_vectors<Elements, kCount, 4>(row, d, tiles, first, seen, fetch);
+    for (; d < padded_head_; d += kLanes)
+      mix_vectors<Elements, kCount, 1>(row, d, tiles, first, seen, fetch);
+  }
+
+  F32 result(int row, int d, float inverse_sum) const {
+    return load(mixed_ + row * padded_head_ + d) * splat(inverse_sum);
+  }
+
+ private:
+  template <class Elements, int kCount, int kVectors, class Fetch>
+  void mix_vectors(int row, int d, const uint16_t* const* tiles, int first, int seen, Fetch fetch) {
+    F32 sum[kCount][kVectors];
+    for (auto& query : sum)
+      for (F32& lanes : query) lanes = zero();
+    const uint16_t* weights = weights_ + row * static_cast<size_t>(context_) + first;
+    auto value = [&](int t, int c, bool odd) {
+      return Elements::pair(tiles[t / kLanes], t % kLanes, padded_head_, d + c * kLanes, odd);
+    };
+    const int shared = std::max(0, std::min(kBlockK, seen - first)) / 2 * 2;
+    const int end = std::min(kBlockK, seen + kCount - 1 - first);
+    for (int t = 0; t < shared; t += 2) {
+      if (kCount == 1 && d == 0 && t % kLanes == 0) fetch(t / kLanes + kTilesAhead);
+      Pairs v[kVectors];
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) v[c] = value(t, c, true);
+#pragma GCC unroll 4
+      for (int m = 0; m < kCount; ++m) {
+        const Pairs p = splat_pair(weights + m * static_cast<size_t>(context_) + t);
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors; ++c) sum[m][c] = dot(sum[m][c], p, v[c]);
+      }
+    }
+    for (int t = shared; t < end; t += 2)  // what not every query sees: 0 times NaN is no zero
+#pragma GCC unroll 4
+      for (int m = 0; m < kCount; ++m) {
+        const int left = seen + m - first - t;
+        if (left <= 0) continue;
+        const Pairs p = splat_pair(weights + m * static_cast<size_t>(context_) + t);
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors; ++c) sum[m][c] = dot(sum[m][c], p, value(t, c, left > 1));
+      }
+    for (int m = 0; m < kCount; ++m)
+      for (int c = 0; c < kVectors; ++c) {
+        float* total = mixed_ + (row + m) * padded_head_ + d + c * kLanes;
+        store(total, first == 0 ? sum[m][c] : load(total) + sum[m][c]);
+      }
+  }
+
+  const int head_size_, padded_head_, context_;
+  uint16_t* q_;        // [kQueryChunk][D']
+  uint16_t* weights_;  // [kQueryChunk][padded context]
+  float* mixed_;       // [kQueryChunk][D']
+  uint16_t* woven_;    // tiles of woven rows, up to [kBlockK][D']
+};
+
 // Keys and values as bytes; queries and weights as two bytes each.
 class Int8Math {
  public:
@@ -370,7 +525,7 @@ class Int8Math {
 
   // See FloatMath: bytes are multiplied as they are.
   template <class Element, class Multiply>
-  void with_tiles(const Element* const* tiles, int, int, int, Multiply multiply) {
+  void with_tiles(const Element* const* tiles, int, int, int, int, Multiply multiply) {
     multiply(Int8Kv{}, tiles);
   }
 
@@ -524,13 +679,26 @@ inline float softmax(float* scores, int context_len, int padded) {
   return 1.0f / reduce_add(sum);
 }
 
+template <class Kv>
+struct MathOf {
+  using Type = FloatMath<Kv>;
+};
+template <>
+struct MathOf<Bfloat16Kv> {
+  using Type = PairMath;
+};
+template <>
+struct MathOf<Int8Kv> {
+  using Type = Int8Math;
+};
+
 // At most kQueryChunk queries of a task, in one thread's scratch.
 template <class Kv>
 class ChunkAttention {
  public:
   using Stored = typename Kv::Stored;
   using KeyUnit = typename Kv::KeyUnit;
-  using Math = std::conditional_t<std::is_same_v<Kv, Int8Kv>, Int8Math, FloatMath<Kv>>;
+  using Math = typename MathOf<Kv>::Type;
 
   ChunkAttention(const KvCache& cache, int max_context, Arena arena)
       : cache_(cache), context_(round_up(max_context, kSpan) + kLanes), arena_(arena),
@@ -580,13 +748,13 @@ class ChunkAttention {
                                     : keys[t - 1];
         tiles.prefetch_keys(first + kKeyTiles + t);
       }
-      const int tile_size = Kv::key_units(cache_.head_size) * kLanes;
-      math_.with_tiles(keys, kKeyTiles, tile_size, count_, [&](auto elements, auto* const* floats) {
+      auto score_rows = [&](auto elements, auto* const* tiles_of_keys) {
         each_rows(first * kLanes, [&](auto rows, int row) {
-          math_.template score<rows>(elements, row, floats, first, scores_of(row) + first * kLanes,
-                                     context_);
+          math_.template score<rows>(elements, row, tiles_of_keys, first,
+                                     scores_of(row) + first * kLanes, context_);
         });
-      });
+      };
+      math_.with_tiles(keys, kKeyTiles, Kv::key_units(cache_.head_size), kLanes, count_, score_rows);
     }
   }
 
@@ -616,12 +784,13 @@ class ChunkAttention {
         values[t] = tiles.values(first + t, value_staging_ + t * tile_size);
       const int position = first * kLanes;
       auto fetch = [&](int tile) { tiles.prefetch_values(first + tile); };
-      math_.with_tiles(values, count, tile_size, count_, [&](auto elements, auto* const* floats) {
+      auto mix_rows = [&](auto elements, auto* const* tiles_of_values) {
         each_rows(position, [&](auto rows, int row) {
-          math_.template mix<rows>(elements, row, floats, position, seen_by(row),
+          math_.template mix<rows>(elements, row, tiles_of_values, position, seen_by(row),
                                    scores_of(row) + position, context_, fetch);
         });
-      });
+      };
+      math_.with_tiles(values, count, kLanes, cache_.padded_head, count_, mix_rows);
     }
   }
 

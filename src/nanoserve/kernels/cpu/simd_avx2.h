@@ -202,6 +202,20 @@ inline Pairs splat_pair(const uint16_t* p) {
   std::memcpy(&pair, p, sizeof pair);
   return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
 }
+inline void store_pairs(uint16_t* p, Pairs x) {
+  store_256(p, x.low);
+  store_256(p + 16, x.high);
+}
+inline Pairs zip(const uint16_t* even, const uint16_t* odd) {
+  const __m256i a = load_256(even), b = load_256(odd);
+  const __m256i first = _mm256_unpacklo_epi16(a, b), second = _mm256_unpackhi_epi16(a, b);
+  return {_mm256_permute2x128_si256(first, second, 0x20),
+          _mm256_permute2x128_si256(first, second, 0x31)};
+}
+inline Pairs even_only(Pairs x) {
+  const __m256i low = _mm256_set1_epi32(0xffff);
+  return {_mm256_and_si256(x.low, low), _mm256_and_si256(x.high, low)};
+}
 inline __m256 dot_256(__m256 acc, __m256i a, __m256i b) {
   const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
   __m256 odd = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)),

@@ -220,6 +220,16 @@ inline Pairs splat_pair(const uint16_t* p) {
   for (int i = 0; i < kLanes; ++i) r.lane[i] = pair;
   return r;
 }
+inline void store_pairs(uint16_t* p, Pairs x) { std::memcpy(p, x.lane, sizeof x.lane); }
+inline Pairs zip(const uint16_t* even, const uint16_t* odd) {  // a pair of each of 16 columns
+  Pairs r;
+  for (int i = 0; i < kLanes; ++i) r.lane[i] = even[i] | static_cast<uint32_t>(odd[i]) << 16;
+  return r;
+}
+inline Pairs even_only(Pairs x) {  // zero is the odd one of each pair
+  for (uint32_t& pair : x.lane) pair &= 0xffffu;
+  return x;
+}
 inline F32 dot(F32 acc, Pairs a, Pairs b) {
   return map_f32([&](int i) {
     float odd = std::fma(float_of(a.lane[i] & 0xffff0000u), float_of(b.lane[i] & 0xffff0000u),
