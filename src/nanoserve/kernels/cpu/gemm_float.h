@@ -53,11 +53,12 @@ size_t float_panel_bytes(int K) {
 
 // A finished row is stored to lines that another thread or layer left far away: asked for only when
 // they are written, they cost up to 6 % of a prefill's products. A few with each block of inputs
-// keep the queue of misses short, which the panel needs as well.
+// keep the queue of misses short, which the panel needs as well. A dense row may begin anywhere in a
+// line: of the three it then touches, the panel before has written to the first.
 inline void fetch_targets(const Tile& tile, int num_rows, int block, int num_blocks) {
   for (int m = num_rows * block / num_blocks; m < num_rows * (block + 1) / num_blocks; ++m)
     for (int line = 0; line < kPanelVectors; ++line)
-      prefetch_to_write(tile.target + m * tile.target_stride + line * 64);
+      prefetch_to_write(tile.target + m * tile.target_stride + line * 64 + 63);
 }
 
 // kRows rows times kVectors vectors of the panel's columns, the first being `first_vector`.
