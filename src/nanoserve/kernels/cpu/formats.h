@@ -19,6 +19,7 @@ constexpr int kPanel = 32;        // columns of a panel
 constexpr int kPanelVectors = 2;  // ... and the vectors of sixteen lanes that they fill
 constexpr int kBlockK = 256;      // inputs summed before a partial sum is added to the total
 constexpr int kMaxTileRows = 96;  // no format takes more rows at once
+constexpr int kMaxPreparedPanels = 2;  // ... or prepares more panels
 
 // Some rows times one panel.
 struct Tile {
@@ -31,6 +32,15 @@ struct Tile {
   float* out;  // [num_rows][kPanel], every value written, without bias
   const uint8_t* target = nullptr;  // where row 0 will lie when it is finished, to prefetch
   size_t target_stride = 0;         // bytes
+};
+
+// Finished results of some rows in adjacent panels.
+struct PanelSums {
+  const float* values;
+  size_t panel_stride;  // floats
+  int num_panels, num_rows;
+
+  const float* row(int m, int panel) const { return values + panel_stride * panel + m * kPanel; }
 };
 
 struct Format {
@@ -51,12 +61,12 @@ struct Format {
   int tile_rows;  // most rows of one tile, <= kMaxTileRows
   void (*multiply)(const Tile& tile);
 
-  // A panel's width of inputs in prepared rows, so that whoever computes them stores them as `prepare`
-  // would: the bytes that hold them in one row, and `values` [num_rows][kPanel] put there, row m at
-  // out + m * row_stride.
-  size_t prepared_panel_bytes = 0;
-  void (*prepare_panel)(const float* values, int num_rows, uint8_t* out,
-                        size_t row_stride) = nullptr;
+  // So many panels of results are what `prepare_panels` prepares at once, for whoever computes rows that
+  // this format will read and stores them as `prepare` would: `prepared_bytes` of each row, row m's at
+  // out + m * row_stride. Null where rows are taken as they are, and only there.
+  int prepared_panels = 1;
+  size_t prepared_bytes = 0;
+  void (*prepare_panels)(const PanelSums& sums, uint8_t* out, size_t row_stride) = nullptr;
 };
 
 }  // namespace ns

@@ -175,19 +175,25 @@ inline void prepare_bfloat16(const float* x, int K, uint8_t* row) {
   if (k < K) store_bf16(out + k, load_first(x + k, K - k));
 }
 
-inline void prepare_bfloat16_panel(const float* values, int num_rows, uint8_t* out,
-                                   size_t row_stride) {
-  for (int m = 0; m < num_rows; ++m)
-    prepare_bfloat16(values + m * kPanel, kPanel, out + m * row_stride);
+inline void prepare_bfloat16_panel(const PanelSums& sums, uint8_t* out, size_t row_stride) {
+  for (int m = 0; m < sums.num_rows; ++m)
+    prepare_bfloat16(sums.row(m, 0), kPanel, out + m * row_stride);
 }
 
 inline constexpr Format kFloat32Format = {
     "float32",    float_panel_bytes<Float32Kind>, pack_float32,   unpack_float32,
     no_row_bytes, nullptr,                        kFloatTileRows, multiply_floats<Float32Kind>};
 
-inline constexpr Format kBfloat16Format = {
-    "bfloat16",         float_panel_bytes<Bfloat16Kind>, pack_bfloat16,  unpack_bfloat16,
-    bfloat16_row_bytes, prepare_bfloat16,                kFloatTileRows,
-    multiply_floats<Bfloat16Kind>, 2 * kPanel,                       prepare_bfloat16_panel};
+inline constexpr Format kBfloat16Format = {"bfloat16",
+                                           float_panel_bytes<Bfloat16Kind>,
+                                           pack_bfloat16,
+                                           unpack_bfloat16,
+                                           bfloat16_row_bytes,
+                                           prepare_bfloat16,
+                                           kFloatTileRows,
+                                           multiply_floats<Bfloat16Kind>,
+                                           1,
+                                           2 * kPanel,
+                                           prepare_bfloat16_panel};
 
 }  // namespace ns

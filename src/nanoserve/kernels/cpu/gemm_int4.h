@@ -19,11 +19,13 @@
 namespace ns {
 
 constexpr int kInt4ZeroPoint = 8;
-constexpr int kInt4ValuesBytes = kGroup * kPanel / 2;
+constexpr int kInt4Group = 32;
+using Int4Inputs = ActivationGroup<kInt4Group>;
+constexpr int kInt4ValuesBytes = kInt4Group * kPanel / 2;
 constexpr int kInt4GroupBytes = kInt4ValuesBytes + 2 * kPanel;
 
 inline size_t int4_panel_bytes(int K) {
-  return static_cast<size_t>(num_groups(K)) * kInt4GroupBytes;
+  return static_cast<size_t>(Int4Inputs::count(K)) * kInt4GroupBytes;
 }
 
 // Byte of input k (0..31 of a group) and column n; inputs from 16 on are its high half.
@@ -84,17 +86,17 @@ inline void pack_int4_group(const float* columns, int K, uint8_t* group) {
 }
 
 inline void pack_int4(const float* columns, int K, uint8_t* panel) {
-  for (int g = 0; g < num_groups(K); ++g)
-    pack_int4_group(columns + static_cast<size_t>(g) * kGroup * kPanel,
-                    std::min(kGroup, K - g * kGroup), panel + g * kInt4GroupBytes);
+  for (int g = 0; g < Int4Inputs::count(K); ++g)
+    pack_int4_group(columns + static_cast<size_t>(g) * kInt4Group * kPanel,
+                    std::min(kInt4Group, K - g * kInt4Group), panel + g * kInt4GroupBytes);
 }
 
 inline void unpack_int4(const uint8_t* panel, int K, int column, float* out) {
   for (int k = 0; k < K; ++k) {
-    const uint8_t* group = panel + k / kGroup * kInt4GroupBytes;
+    const uint8_t* group = panel + k / kInt4Group * kInt4GroupBytes;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(group + kInt4ValuesBytes);
-    const int byte = group[int4_index(k % kGroup, column)];
-    const int stored = k % kGroup < 16 ? byte & 15 : byte >> 4;
+    const int byte = group[int4_index(k % kInt4Group, column)];
+    const int stored = k % kInt4Group < 16 ? byte & 15 : byte >> 4;
     out[k] = static_cast<float>(stored - kInt4ZeroPoint) * float_of_f16(scales[column]);
   }
 }
@@ -110,14 +112,14 @@ struct Int4Kernel {
     F32 total[kRows][kVectors];
     for (auto& row : total)
       for (F32& lanes : row) lanes = zero();
-    for (int g = 0; g < num_groups(tile.K); ++g, group += kInt4GroupBytes) {
+    for (int g = 0; g < Int4Inputs::count(tile.K); ++g, group += kInt4GroupBytes) {
       I32 sum[kRows][kVectors];
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
-          sum[m][v] = splat_i32(group_at(tile.rows + m * tile.row_stride, g)->bias);
-      for (int quad = 0; quad < kGroupQuads / 2; ++quad) {
+          sum[m][v] = splat_i32(Int4Inputs::at(tile.rows + m * tile.row_stride, g)->bias);
+      for (int quad = 0; quad < kInt4Group / 8; ++quad) {
         Bytes low[kVectors], high[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
@@ -131,7 +133,7 @@ struct Int4Kernel {
         }
 #pragma GCC unroll 16
         for (int m = 0; m < kRows; ++m) {
-          const int8_t* x = group_at(tile.rows + m * tile.row_stride, g)->values + 4 * quad;
+          const int8_t* x = Int4Inputs::at(tile.rows + m * tile.row_stride, g)->values + 4 * quad;
           const Bytes x_low = splat_bytes(x), x_high = splat_bytes(x + 16);
 #pragma GCC unroll 2
           for (int v = 0; v < kVectors; ++v)
@@ -144,7 +146,7 @@ struct Int4Kernel {
       for (int v = 0; v < kVectors; ++v) scales[v] = load_f16(stored + v * kLanes);
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
-        const F32 scale = splat(group_at(tile.rows + m * tile.row_stride, g)->scale);
+        const F32 scale = splat(Int4Inputs::at(tile.rows + m * tile.row_stride, g)->scale);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           total[m][v] = fma(to_float(sum[m][v]), scales[v] * scale, total[m][v]);
@@ -161,11 +163,12 @@ inline constexpr Format kInt4Format = {"int4",
                                        int4_panel_bytes,
                                        pack_int4,
                                        unpack_int4,
-                                       quantised_row_bytes,
-                                       prepare_quantised<kInt4ZeroPoint>,
+                                       Int4Inputs::row_bytes,
+                                       prepare_quantised<kInt4ZeroPoint, kInt4Group>,
                                        kQuantisedTileRows,
                                        multiply_quantised<Int4Kernel>,
-                                       sizeof(ActivationGroup),
-                                       prepare_quantised_panel<kInt4ZeroPoint>};
+                                       kInt4Group / kPanel,
+                                       sizeof(Int4Inputs),
+                                       prepare_quantised_panels<kInt4ZeroPoint, kInt4Group>};
 
 }  // namespace ns

@@ -1,9 +1,9 @@
 // Products with int8 weights: of rows quantised to int8, or of fp32 rows.
 //
-// A panel is [K/4][32][4] bytes, K rounded up to 32, then 32 scales: one per column. A weight w is
+// A panel is [K/4][32][4] bytes, K rounded up to 64, then 32 scales: one per column. A weight w is
 // stored as w + 128, because one side of a four-byte integer product is unsigned.
 //
-// int8 rows (`kInt8Format`): integers are summed exactly within a group of 32 inputs, then
+// int8 rows (`kInt8Format`): integers are summed exactly within a group of 64 inputs, then
 //   y = (fma over groups, ascending: sum of the group * scale of the row's group) * column's scale.
 // fp32 rows (`kInt8OnlyFormat`): the order of docs/EXACTNESS.md, with the integers as floats, then
 //   times the column's scale.
@@ -22,6 +22,8 @@
 
 namespace ns {
 
+constexpr int kInt8Group = 64;
+using Int8Inputs = ActivationGroup<kInt8Group>;
 constexpr int kQuadBytes = 4 * kPanel;   // of a panel: four inputs of 32 columns
 constexpr int kHalfQuad = 4 * kLanes;    // ... of 16 columns
 constexpr int kInt8ZeroPoint = 128;
@@ -53,7 +55,7 @@ inline float* sums_at(const Tile& tile, int m, int v) {
 }
 
 inline size_t int8_values_bytes(int K) {
-  return static_cast<size_t>(num_groups(K)) * kGroupQuads * kQuadBytes;
+  return static_cast<size_t>(Int8Inputs::count(K)) * (kInt8Group / 4) * kQuadBytes;
 }
 
 inline size_t int8_panel_bytes(int K) { return int8_values_bytes(K) + sizeof(float) * kPanel; }
@@ -87,17 +89,19 @@ inline void unpack_int8(const uint8_t* panel, int K, int column, float* out) {
     out[k] = static_cast<float>(panel[int8_index(k, column)] - kInt8ZeroPoint) * scale;
 }
 
-// Asks for what comes next, as group g is begun. Few rows wait for memory, and the hardware's prefetch
-// stops at the end of a page of 4 KiB: their own panel, a page ahead. More: half of the panel to come.
+// Asks for what comes next, as quads [8 step, 8 step + 8) are begun. Few rows wait for memory, and the
+// hardware's prefetch stops at the end of a page of 4 KiB: their own panel, a page ahead. More: half
+// of the panel to come.
+constexpr int kStepQuads = 8;
 template <int kRows>
-inline void fetch_ahead(const Tile& tile, int g) {
-  constexpr size_t kGroupBytes = kGroupQuads * kQuadBytes;
+inline void fetch_ahead(const Tile& tile, int step) {
+  constexpr size_t kBytes = kStepQuads * kQuadBytes;
   if (kRows < 4) {
-    const uint8_t* ahead = tile.panel + g * kGroupBytes + kPageBytes;
-    for (size_t i = 0; i < kGroupBytes; i += 64) prefetch_l2(ahead + i);
+    const uint8_t* ahead = tile.panel + step * kBytes + kPageBytes;
+    for (size_t i = 0; i < kBytes; i += 64) prefetch_l2(ahead + i);
   } else if (tile.next) {
-    const uint8_t* share = tile.next + g * kGroupBytes / 2;
-    for (size_t i = 0; i < kGroupBytes / 2; i += 64) prefetch_l2(share + i);
+    const uint8_t* share = tile.next + step * kBytes / 2;
+    for (size_t i = 0; i < kBytes / 2; i += 64) prefetch_l2(share + i);
   }
 }
 
@@ -113,35 +117,45 @@ struct Int8Kernel {
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) total[m][v] = zero();
-    for (int g = 0; g < num_groups(tile.K); ++g, inputs += sizeof(ActivationGroup)) {
-      fetch_ahead<kRows>(tile, g);
+    const int num_groups = Int8Inputs::count(tile.K);
+    for (int g = 0; g < num_groups; ++g, inputs += sizeof(Int8Inputs)) {
       I32 sum[kRows][kVectors];
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v)
-          sum[m][v] = splat_i32(group_at(inputs + m * tile.row_stride, 0)->bias);
+        for (int v = 0; v < kVectors; ++v) sum[m][v] = splat_i32(group_of_row(tile, inputs, m)->bias);
+      for (int step = 0; step < kGroupSteps; ++step) {
+        fetch_ahead<kRows>(tile, g * kGroupSteps + step);
 #pragma GCC unroll 8
-      for (int quad = 0; quad < kGroupQuads; ++quad, weights += kQuadBytes) {
-        Bytes w[kVectors];
+        for (int quad = 0; quad < kStepQuads; ++quad, weights += kQuadBytes) {
+          Bytes w[kVectors];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) w[v] = load_bytes(weights + v * kHalfQuad);
+          for (int v = 0; v < kVectors; ++v) w[v] = load_bytes(weights + v * kHalfQuad);
+          const int input = 4 * (step * kStepQuads + quad);
 #pragma GCC unroll 16
-        for (int m = 0; m < kRows; ++m) {
-          Bytes x = splat_bytes(group_at(inputs + m * tile.row_stride, 0)->values + 4 * quad);
+          for (int m = 0; m < kRows; ++m) {
+            const Bytes x = splat_bytes(group_of_row(tile, inputs, m)->values + input);
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) sum[m][v] = dot(sum[m][v], w[v], x);
+            for (int v = 0; v < kVectors; ++v) sum[m][v] = dot(sum[m][v], w[v], x);
+          }
         }
       }
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
-        F32 scale = splat(group_at(inputs + m * tile.row_stride, 0)->scale);
+        const F32 scale = splat(group_of_row(tile, inputs, m)->scale);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
           total[m][v] = fma(to_float(sum[m][v]), scale, total[m][v]);
       }
     }
     store_scaled<kRows>(tile, total);
+  }
+
+ private:
+  static constexpr int kGroupSteps = kInt8Group / 4 / kStepQuads;
+
+  static const Int8Inputs* group_of_row(const Tile& tile, const uint8_t* inputs, int m) {
+    return Int8Inputs::at(inputs + m * tile.row_stride, 0);
   }
 
   template <int kRows>
@@ -177,7 +191,7 @@ inline void scale_columns(const Tile& tile) {
     }
 }
 
-// Rows as even parts, each of as many as registers hold sums of: use(first row, number of rows).
+// Rows in even parts, none of more than registers hold sums of: use(first row, number of rows).
 template <class Use>
 inline void in_parts(int num_rows, Use&& use) {
   const int num_parts = (num_rows + kFloatTileRows - 1) / kFloatTileRows;
@@ -187,8 +201,8 @@ inline void in_parts(int num_rows, Use&& use) {
   }
 }
 
-// Up to so many rows each part makes floats of the weights anew, in registers. To make them once for
-// all parts takes a pass through memory, which pays later: at 7 rows it cost half of the time.
+// Up to so many rows each part turns the weights into floats anew, in registers. Once for all parts
+// means a pass through the first cache, which pays only with more rows.
 #if defined(__AVX512F__)
 constexpr int kMostUnwidenedRows = 48;
 #else
@@ -227,7 +241,7 @@ struct Int8OnlyKernel {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         float* total = sums_at(tile, m, first + v);
-        store(total, (block == 0 ? zero() : load(total)) + sum[m][v]);
+        store(total, block == 0 ? sum[m][v] : load(total) + sum[m][v]);
       }
   }
 
@@ -309,7 +323,7 @@ struct WidenedKernel {
       for (int m = 0; m < kRows; ++m)
         for (int v = 0; v < kVectors; ++v) {
           float* total = block.out + m * kPanel + (first + v) * kLanes;
-          store(total, (block.is_first ? zero() : load(total)) + sum[m][v]);
+          store(total, block.is_first ? sum[m][v] : load(total) + sum[m][v]);
         }
     }
   }
@@ -356,14 +370,13 @@ inline constexpr Format kInt8Format = {"int8",
                                        int8_panel_bytes,
                                        pack_int8,
                                        unpack_int8,
-                                       quantised_row_bytes,
-                                       prepare_quantised<kInt8ZeroPoint>,
+                                       Int8Inputs::row_bytes,
+                                       prepare_quantised<kInt8ZeroPoint, kInt8Group>,
                                        kQuantisedTileRows,
                                        multiply_quantised<Int8Kernel>,
-                                       sizeof(ActivationGroup),
-                                       prepare_quantised_panel<kInt8ZeroPoint>};
-
-static_assert(kGroup == kPanel, "a panel of results is one group of the rows that read them");
+                                       kInt8Group / kPanel,
+                                       sizeof(Int8Inputs),
+                                       prepare_quantised_panels<kInt8ZeroPoint, kInt8Group>};
 
 inline constexpr Format kInt8OnlyFormat = {"int8-weight-only",
                                            int8_panel_bytes,

@@ -17,17 +17,17 @@ enum class Then { kStore, kAdd, kActivate };
 // What becomes of sums [M][N]: out = sums + bias, out += sums + bias, or out = act(sums + bias).
 struct Output {
   Then then = Then::kStore;
-  void* values = nullptr;  // row m at values + m * row_bytes; it has padded(N) of them
+  void* values = nullptr;  // row m at values + m * row_bytes: padded(N) floats, or what `reader` reads
   size_t row_bytes = 0;
   int32_t activation = 0;
   const Format* reader = nullptr;  // kActivate only: rows are stored as this format prepares them
   bool is_dense = false;  // kStore only: rows have N values, the next row follows at once
 
-  size_t panel_bytes() const {
-    return reader ? reader->prepared_panel_bytes : sizeof(float) * kPanel;
-  }
-  uint8_t* at(int row, int panel) const {
-    return static_cast<uint8_t*>(values) + row_bytes * row + panel_bytes() * panel;
+  // Panels that are finished together, and the bytes of each row that hold them.
+  int panels_at_once() const { return reader ? reader->prepared_panels : 1; }
+  size_t group_bytes() const { return reader ? reader->prepared_bytes : sizeof(float) * kPanel; }
+  uint8_t* at(int row, int group) const {
+    return static_cast<uint8_t*>(values) + row_bytes * row + group_bytes() * group;
   }
 };
 
@@ -49,29 +49,26 @@ inline void finish_panel(const float* sums, const float* bias, int num_rows, Use
   }
 }
 
+// One panel's sums as they are wanted, to `out`; a row that is prepared afterwards is finished in place.
 inline void finish(float* sums, const float* bias, int num_rows, const Output& output,
                    uint8_t* out) {
-  // What is prepared next is first put back where the sums were.
   float* values = output.reader ? sums : reinterpret_cast<float*>(out);
   const size_t stride = output.reader ? kPanel : output.row_bytes / sizeof(float);
   switch (output.then) {
     case Then::kStore:
-      finish_panel(sums, bias, num_rows,
-                   [&](int m, int half, F32 y) { store(values + m * stride + half, y); });
-      break;
+      return finish_panel(sums, bias, num_rows,
+                          [&](int m, int half, F32 y) { store(values + m * stride + half, y); });
     case Then::kAdd:
-      finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
+      return finish_panel(sums, bias, num_rows, [&](int m, int half, F32 y) {
         float* at = values + m * stride + half;
         store(at, load(at) + y);
       });
-      break;
     case Then::kActivate:
       with_activation(output.activation, [&](auto act) {
         finish_panel(sums, bias, num_rows,
                      [&](int m, int half, F32 y) { store(values + m * stride + half, act(y)); });
       });
   }
-  if (output.reader) output.reader->prepare_panel(sums, num_rows, out, output.row_bytes);
 }
 
 // The last panel of dense rows: what lies beyond its columns is the next row's.
@@ -105,38 +102,47 @@ inline void multiply(Pool& pool, const Matrix& matrix, const float* bias, const 
                      const Output& output, int tile_limit) {
   const Format& format = *matrix.format;
   const Partition cut(format, rows.count, tile_limit);
-  const int num_panels = matrix.num_panels();
+  const int at_once = output.panels_at_once(), num_panels = matrix.num_panels();
+  const int num_groups = (num_panels + at_once - 1) / at_once;
 
-  pool.run(num_panels * cut.num_row_chunks, [&](int chunk, int) {
-    alignas(64) float sums[kMaxTileRows * kPanel];
-    const int panel = chunk / cut.num_row_chunks;
+  pool.run(num_groups * cut.num_row_chunks, [&](int chunk, int) {
+    alignas(64) float sums[kMaxPreparedPanels][kMaxTileRows * kPanel];
+    const int group = chunk / cut.num_row_chunks;
+    const int first_panel = group * at_once;
+    const int end_panel = std::min(num_panels, first_panel + at_once);
     const int first = chunk % cut.num_row_chunks * cut.rows_per_chunk;
     const int end = std::min(rows.count, first + cut.rows_per_chunk);
-    const int column = panel * kPanel;
+    // Where a panel is used by several tiles, the first two fetch one half each of a panel to come.
+    const bool fetches = first == 0 && rows.count > cut.tile_rows;
 
     Tile tile;
-    tile.panel = matrix.panels + matrix.panel_bytes * panel;
     tile.K = matrix.K;
     tile.row_stride = rows.stride;
     tile.target_stride = output.row_bytes;
-    tile.out = sums;
-    // Where a panel is used by several tiles, the first two fetch one half each of the next panel.
-    const bool fetches = first == 0 && rows.count > cut.tile_rows && panel + 1 < num_panels;
     for (int row = first; row < end; row += cut.tile_rows) {
       tile.rows = rows.data + rows.stride * row;
       tile.num_rows = std::min(cut.tile_rows, end - row);
-      const int half = row / cut.tile_rows;  // as long as it is 0 or 1
-      tile.next = fetches && half < 2
-                      ? tile.panel + matrix.panel_bytes + half * (matrix.panel_bytes / 2)
-                      : nullptr;
-      uint8_t* out = output.at(row, panel);
+      uint8_t* out = output.at(row, group);
       tile.target = out;
-      format.multiply(tile);
-      const float* added = bias ? bias + column : nullptr;
-      if (output.is_dense && column + kPanel > matrix.N)
-        finish_columns(sums, added, tile.num_rows, matrix.N - column, output, out);
-      else
-        finish(sums, added, tile.num_rows, output, out);
+      for (int panel = first_panel; panel < end_panel; ++panel, tile.target = nullptr) {
+        tile.panel = matrix.panels + matrix.panel_bytes * panel;
+        const int half = row / cut.tile_rows;  // as long as it is 0 or 1
+        tile.next = fetches && half < 2 && panel + at_once < num_panels
+                        ? tile.panel + matrix.panel_bytes * at_once + half * (matrix.panel_bytes / 2)
+                        : nullptr;
+        tile.out = sums[panel - first_panel];
+        format.multiply(tile);
+        const int column = panel * kPanel;
+        const float* added = bias ? bias + column : nullptr;
+        if (output.is_dense && column + kPanel > matrix.N)
+          finish_columns(tile.out, added, tile.num_rows, matrix.N - column, output, out);
+        else
+          finish(tile.out, added, tile.num_rows, output, out);
+      }
+      if (output.reader)
+        output.reader->prepare_panels(
+            {sums[0], kMaxTileRows * kPanel, end_panel - first_panel, tile.num_rows}, out,
+            output.row_bytes);
     }
   });
 }

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "formats.h"
 #include "memory.h"
 #include "simd.h"
 
@@ -62,62 +63,70 @@ inline I32 quantise_kv(F32 x, KvScale scale) {
   return to_int(min(max(steps, splat(-kMaxInt8)), splat(kMaxInt8)));
 }
 
-// A prepared row: groups of 32 inputs, each with a scale of its own, because a few inputs of a
+// A prepared row: groups of kInputs inputs, each with a scale of its own, because a few inputs of a
 // trained GPT-2 are far larger than the rest and would leave nothing of a row with one scale.
 // A weight w is stored unsigned as w + zero point, so a product has (zero point * sum of the group)
 // too much; `bias` takes it away.
-constexpr int kGroup = 32;
-constexpr int kGroupQuads = kGroup / 4;  // four inputs are one step of an integer product
-
+template <int kInputs>
 struct ActivationGroup {
-  int8_t values[kGroup];
+  int8_t values[kInputs];
   float scale;
   int32_t bias;  // -zero point * sum of values
+
+  static int count(int K) { return (K + kInputs - 1) / kInputs; }
+  static size_t row_bytes(int K) { return align_up(count(K) * sizeof(ActivationGroup), 64); }
+  static const ActivationGroup* at(const uint8_t* row, int g) {
+    return reinterpret_cast<const ActivationGroup*>(row) + g;
+  }
 };
 
-inline int num_groups(int K) { return (K + kGroup - 1) / kGroup; }
-
-inline size_t quantised_row_bytes(int K) {
-  return align_up(num_groups(K) * sizeof(ActivationGroup), 64);
-}
-
-inline const ActivationGroup* group_at(const uint8_t* row, int g) {
-  return reinterpret_cast<const ActivationGroup*>(row) + g;
-}
-
-// 32 values, of which `low` are the first. One that is not finite makes the scale NaN, and with it
-// every product of the row.
-template <int kZeroPoint>
-inline void quantise_group(F32 low, F32 high, ActivationGroup* group) {
-  const float largest = reduce_max(max(abs(low), abs(high)));
+// One group. A value that is not finite makes the scale NaN, and with it every product of the row.
+template <int kZeroPoint, int kInputs>
+inline void quantise_group(const F32 (&x)[kInputs / kLanes], ActivationGroup<kInputs>* group) {
+  F32 magnitudes = zero();
+  for (F32 values : x) magnitudes = max(magnitudes, abs(values));
+  const float largest = reduce_max(magnitudes);
   const float steps = largest > kTiny ? kMaxInt8 / largest : 0.0f;
-  const I32 first = to_int(low * splat(steps)), second = to_int(high * splat(steps));
-  store_i8(group->values, first);
-  store_i8(group->values + kLanes, second);
-  // Sums of 32 bytes are small integers: exact as floats, in any order. Zero times a value adds
+  I32 total = splat_i32(0);
+  for (int i = 0; i < kInputs / kLanes; ++i) {
+    const I32 integers = to_int(x[i] * splat(steps));
+    store_i8(group->values + i * kLanes, integers);
+    total = total + integers;
+  }
+  // Sums of so few bytes are small integers: exact as floats, in any order. Zero times a value adds
   // nothing, or NaN; then the integers mean nothing, but their sum must not overflow.
-  const float sum = reduce_add(fma(low, zero(), fma(high, zero(), to_float(first + second))));
-  const float limit = kGroup * kMaxInt8;
+  F32 sums = to_float(total);
+  for (F32 values : x) sums = fma(values, zero(), sums);
+  const float sum = reduce_add(sums);
+  const float limit = kInputs * kMaxInt8;
   group->bias = -kZeroPoint * static_cast<int32_t>(std::min(limit, std::max(-limit, sum)));
   group->scale = largest / kMaxInt8 + (sum - sum);
 }
 
-template <int kZeroPoint>
+template <int kZeroPoint, int kInputs>
 void prepare_quantised(const float* x, int K, uint8_t* row) {
-  ActivationGroup* group = reinterpret_cast<ActivationGroup*>(row);
-  int k = 0;
-  for (; k + kGroup <= K; k += kGroup)
-    quantise_group<kZeroPoint>(load(x + k), load(x + k + kLanes), group++);
-  if (k < K)
-    quantise_group<kZeroPoint>(load_first(x + k, K - k), load_first(x + k + kLanes, K - k - kLanes),
-                               group);
+  auto* group = reinterpret_cast<ActivationGroup<kInputs>*>(row);
+  for (int k = 0; k < K; k += kInputs) {
+    F32 values[kInputs / kLanes];
+    for (int i = 0; i < kInputs / kLanes; ++i)
+      values[i] = load_first(x + k + i * kLanes, K - k - i * kLanes);
+    quantise_group<kZeroPoint, kInputs>(values, group++);
+  }
 }
 
-// A panel's width of some rows [num_rows][kPanel]: one group of each.
-template <int kZeroPoint>
-void prepare_quantised_panel(const float* values, int num_rows, uint8_t* out, size_t row_stride) {
-  for (int m = 0; m < num_rows; ++m)
-    prepare_quantised<kZeroPoint>(values + m * kGroup, kGroup, out + m * row_stride);
+// One group of some rows, from panels of them: see Format.
+template <int kZeroPoint, int kInputs>
+void prepare_quantised_panels(const PanelSums& sums, uint8_t* out, size_t row_stride) {
+  constexpr int kVectors = kPanel / kLanes;
+  for (int m = 0; m < sums.num_rows; ++m) {
+    F32 values[kInputs / kLanes];
+    for (int i = 0; i < kInputs / kLanes; ++i)
+      values[i] = i / kVectors < sums.num_panels
+                      ? load(sums.row(m, i / kVectors) + i % kVectors * kLanes)
+                      : zero();
+    quantise_group<kZeroPoint, kInputs>(
+        values, reinterpret_cast<ActivationGroup<kInputs>*>(out + m * row_stride));
+  }
 }
 
 }  // namespace ns

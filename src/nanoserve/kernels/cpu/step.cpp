@@ -233,7 +233,7 @@ class Slice {
     Output output = to(buffers_.inner, padded(model_.config.n_inner));
     output.then = Then::kActivate;
     output.activation = model_.config.activation;
-    if (reader.prepare_panel) {
+    if (reader.prepare_panels) {
       output.reader = &reader;
       output.row_bytes = reader.row_bytes(model_.config.n_inner);
     }
