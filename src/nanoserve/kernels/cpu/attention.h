@@ -195,6 +195,25 @@ class KvTiles {
   const TilePlace* places_;
 };
 
+// Scores [N] -> weights, handed on sixteen at a time: keep(i, weights i .. i + 15), those beyond N zero,
+// for every i below `padded`. Returns 1 / their sum.
+template <class Keep>
+inline float softmax(const float* scores, int context_len, int padded, Keep keep) {
+  const F32 nothing = splat(-std::numeric_limits<float>::infinity());
+  F32 largest = nothing;
+  for (int i = 0; i < context_len; i += kLanes)
+    largest = max(largest, select(first_lanes(context_len - i), load(scores + i), nothing));
+  F32 top = splat(reduce_max(largest)), sum = zero();
+  for (int i = 0; i < context_len; i += kLanes) {
+    F32 weight = exp(load(scores + i) - top);
+    weight = select(first_lanes(context_len - i), weight, zero());
+    sum = sum + weight;
+    keep(i, weight);
+  }
+  for (int i = round_up(context_len, kLanes); i < padded; i += kLanes) keep(i, zero());
+  return 1.0f / reduce_add(sum);
+}
+
 // Keys, values and sums as floats, whatever format they are stored in.
 template <class Kv>
 class FloatMath {
@@ -262,7 +281,11 @@ class FloatMath {
     }
   }
 
-  void weigh(int /*row*/, float* /*weights*/, int /*seen*/, int /*num_tiles*/) {}
+  // The scores of `seen` keys become the weights of their values, zeros up to `padded`; returns 1 over
+  // what the weights add up to.
+  float weigh(int /*row*/, float* scores, int seen, int padded) {
+    return softmax(scores, seen, padded, [&](int i, F32 weight) { store(scores + i, weight); });
+  }
 
   // Add the block of positions from `first` on; query `row` sees `seen` keys, the next one more.
   // `fetch(tile)` asks for a tile; one query alone waits for memory, several wait for sums.
@@ -417,9 +440,11 @@ class PairMath {
     }
   }
 
-  void weigh(int row, const float* weights, int /*seen*/, int num_tiles) {
+  // See FloatMath; rounded as they come.
+  float weigh(int row, const float* scores, int seen, int padded) {
     uint16_t* rounded = weights_ + row * static_cast<size_t>(context_);
-    for (int i = 0; i < num_tiles * kLanes; i += kLanes) store_bf16(rounded + i, load(weights + i));
+    return softmax(scores, seen, padded,
+                   [&](int i, F32 weight) { store_bf16(rounded + i, weight); });
   }
 
   // See FloatMath.
@@ -562,25 +587,26 @@ class Int8Math {
       }
   }
 
-  // p[t] -> p[t] * scale of v[t], as two bytes and a unit of their own for this query.
-  void weigh(int row, float* weights, int seen, int num_tiles) {
+  // See FloatMath: p[t] * scale of v[t], as two bytes and a unit of their own for this query.
+  float weigh(int row, float* scores, int seen, int padded) {
     F32 largest = zero(), unfinite = zero();
-    for (int i = 0; i < seen; i += kLanes) {
-      F32 weight = load(weights + i) * load(value_scales_ + i);
+    const float inverse_sum = softmax(scores, seen, padded, [&](int i, F32 weight) {
+      weight = weight * load(value_scales_ + i);
       weight = select(first_lanes(seen - i), weight, zero());  // 0 times an unseen NaN is no zero
       largest = max(largest, weight);
       unfinite = fma(weight, zero(), unfinite);
-      store(weights + i, weight);
-    }
+      store(scores + i, weight);
+    });
     float top = reduce_max(largest);
     float steps = top > kTiny ? kWeightSteps / top : 0.0f;
     weight_units_[row] = top / kWeightSteps + reduce_add(unfinite);
     uint8_t* high = weight_high(row);
-    for (int i = 0; i < num_tiles * kLanes; i += kLanes) {
-      I32 step = to_int(load(weights + i) * splat(steps));
+    for (int i = 0; i < padded; i += kLanes) {
+      I32 step = to_int(load(scores + i) * splat(steps));
       store_low_bytes(high + i, shift_right<8>(step));
       store_low_bytes(high + context_ + i, step & splat_i32(255));
     }
+    return inverse_sum;
   }
 
   // Weights of positions that a query does not see are zero bytes: they add nothing.
@@ -662,23 +688,6 @@ class Int8Math {
   int32_t* mixed_;                     // [kQueryChunk][2][D']
 };
 
-// Scores [N] -> weights [N], zeros up to `padded`; returns 1 / their sum.
-inline float softmax(float* scores, int context_len, int padded) {
-  const F32 nothing = splat(-std::numeric_limits<float>::infinity());
-  F32 largest = nothing;
-  for (int i = 0; i < context_len; i += kLanes)
-    largest = max(largest, select(first_lanes(context_len - i), load(scores + i), nothing));
-  F32 top = splat(reduce_max(largest)), sum = zero();
-  for (int i = 0; i < context_len; i += kLanes) {
-    F32 weight = exp(load(scores + i) - top);
-    weight = select(first_lanes(context_len - i), weight, zero());
-    sum = sum + weight;
-    store(scores + i, weight);
-  }
-  for (int i = round_up(context_len, kLanes); i < padded; i += kLanes) store(scores + i, zero());
-  return 1.0f / reduce_add(sum);
-}
-
 template <class Kv>
 struct MathOf {
   using Type = FloatMath<Kv>;
@@ -727,8 +736,8 @@ class ChunkAttention {
     score(tiles, num_tiles);
     for (int t = 0; t < kKeyTiles; ++t) tiles.prefetch_values(t);
     for (int row = 0; row < count; ++row) {
-      inverse_sums_[row] = softmax(scores_of(row), seen_by(row), num_tiles * kLanes);
-      math_.weigh(row, scores_of(row), seen_by(row), num_tiles);
+      inverse_sums_[row] =
+          math_.weigh(row, scores_of(row), seen_by(row), num_tiles * kLanes);
     }
     mix(tiles, num_tiles);
     for (int row = 0; row < count; ++row)

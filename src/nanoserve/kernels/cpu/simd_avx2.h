@@ -177,6 +177,14 @@ inline I32 shift_right_signed(I32 a) {
 inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
 inline I32 to_int(F32 x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }
 inline I32 bits(F32 x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
+inline F32 lookup(const float* sixteen, I32 index) {
+  const __m256 first = _mm256_load_ps(sixteen), second = _mm256_load_ps(sixteen + 8);
+  auto eight = [&](__m256i i) {  // three bits choose a lane, the fourth which eight
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(first, i), _mm256_permutevar8x32_ps(second, i),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+  };
+  return {eight(index.low), eight(index.high)};
+}
 inline F32 float_from_bits(I32 x) {
   return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)};
 }

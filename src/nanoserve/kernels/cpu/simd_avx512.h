@@ -119,6 +119,9 @@ inline I32 shift_right_signed(I32 a) {
 inline F32 to_float(I32 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline I32 to_int(F32 x) { return {_mm512_cvtps_epi32(x.v)}; }
 inline I32 bits(F32 x) { return {_mm512_castps_si512(x.v)}; }
+inline F32 lookup(const float* sixteen, I32 index) {
+  return {_mm512_permutexvar_ps(index.v, _mm512_load_ps(sixteen))};
+}
 inline F32 float_from_bits(I32 x) { return {_mm512_castsi512_ps(x.v)}; }
 
 // Over the lanes.

@@ -188,6 +188,10 @@ inline I32 bits(F32 x) {
   std::memcpy(r.lane, x.lane, sizeof r.lane);
   return r;
 }
+// Of sixteen 64-byte aligned floats, that of each index modulo 16.
+inline F32 lookup(const float* sixteen, I32 index) {
+  return map_f32([&](int i) { return sixteen[index.lane[i] & 15]; });
+}
 inline F32 float_from_bits(I32 x) {
   F32 r;
   std::memcpy(r.lane, x.lane, sizeof r.lane);

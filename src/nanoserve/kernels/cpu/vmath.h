@@ -1,7 +1,8 @@
 // exp, and the activations of the GPT-2 family, on sixteen lanes.
 //
 // Own polynomials with explicit fused multiply-adds in place of the C library's functions, whose
-// last bit differs between machines. The coefficients are minimax fits of the functions named.
+// last bit differs between machines. Coefficients are minimax fits of the functions named, if not said
+// otherwise.
 #pragma once
 
 #include "ns.h"
@@ -9,24 +10,27 @@
 
 namespace ns {
 
-// e^x within 2 units in the last place. Below -87.33 it is 0 (the result would be a denormal), from
-// 88.37 on it stays what it is there; NaN stays NaN.
+// 2^(i / 16), rounded.
+alignas(64) inline constexpr float kSixteenthPowers[kLanes] = {
+    0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f,
+    0x1.306fep0f, 0x1.3dea64p0f, 0x1.4bfdaep0f, 0x1.5ab07ep0f,
+    0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f,
+    0x1.ae89fap0f, 0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f};
+
+// e^x within 2 units in the last place: 2^(n / 16) e^r with |r| <= ln(2) / 32, where three terms of the
+// series for e^r - 1 are enough. Below -87.33 it is 0 (the result would be a denormal), from 88.37 on it
+// stays what it is there; NaN stays NaN.
 inline F32 exp(F32 x) {
   const F32 lowest = splat(-87.33654f), highest = splat(88.3762f);
   F32 y = min(highest, max(lowest, x));  // in this order NaN comes through
-  I32 n = to_int(y * splat(1.44269504f));
+  I32 n = to_int(y * splat(23.0831207f));           // 16 / ln 2
   F32 whole = to_float(n);
-  F32 r = fma(whole, splat(-0x1.62e4p-1f), y);      // ln 2 in two parts: the first times
-  r = fma(whole, splat(-0x1.7f7d1cp-20f), r);       // a small integer is exact
-  F32 p = splat(0x1.9f085cp-13f);                   // (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2
-  p = fma(p, r, splat(0x1.6d8d52p-10f));
-  p = fma(p, r, splat(0x1.111272p-7f));
-  p = fma(p, r, splat(0x1.55548ep-5f));
-  p = fma(p, r, splat(0x1.555554p-3f));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r * r, r) + splat(1.0f);
-  F32 power = float_from_bits(shift_left<23>(n + splat_i32(127)));
-  return select(less(x, lowest), zero(), p * power);
+  F32 r = fma(whole, splat(-0x1.62e4p-5f), y);      // ln(2) / 16 in two parts: what the first leaves
+  r = fma(whole, splat(-0x1.7f7d1cp-24f), r);       // is exact
+  F32 p = fma(fma(r, splat(0x1.555556p-3f), splat(0.5f)), r * r, r);
+  F32 power = lookup(kSixteenthPowers, n);          // of n modulo 16; its exponent takes the rest
+  F32 scaled = float_from_bits(bits(fma(power, p, power)) + shift_left<19>(n & splat_i32(~15)));
+  return select(less(x, lowest), zero(), scaled);
 }
 
 inline F32 times_sigmoid(F32 x, F32 z) {  // x / (1 + e^-z)
