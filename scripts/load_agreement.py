@@ -49,7 +49,7 @@ from nanoserve.bench.load import (
 from nanoserve.bench.metrics import RequestTimes, median_interval, throughput_out, tpot, ttft
 from nanoserve.bench.record import SCHEMA, Record, encode, read_runs
 from nanoserve.bench.sender import parse_url
-from nanoserve.bench.served import Server, child_environment, free_port
+from nanoserve.bench.served import child_environment, free_port, served_by
 
 OURS, THEIRS = "nanoserve", "guidellm"
 ORDER = (OURS, THEIRS, THEIRS, OURS)
@@ -278,20 +278,8 @@ def serving(options: Sequence[str]) -> Iterator[str]:
     """The URL of `nanoserve serve` by SERVER_PYTHON, ready. Raises VoidError if it is not."""
     python, port = os.environ.get("SERVER_PYTHON", sys.executable), free_port()
     command = [python, "-m", "nanoserve", "serve", "--port", str(port), *options]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment(),
-        )
-        server = Server(process, port, log)
-        try:
-            server.wait_until_ready()
-            yield f"http://{HOST}:{port}"
-        finally:
-            server.stop()
+    with served_by(command, port):
+        yield f"http://{HOST}:{port}"
 
 
 def server_options(given: argparse.Namespace) -> list[str]:
