@@ -39,7 +39,7 @@ from nanoserve.bench.conduct import VoidError, conduct
 from nanoserve.bench.experiments import ceilings, kvcache
 from nanoserve.bench.findings import kvcache as concluding
 from nanoserve.bench.measure import Rules, Sample
-from nanoserve.bench.record import Run, read_runs
+from nanoserve.bench.record import Run, encode, read_runs
 from nanoserve.bench.session import NotHereError, Options, Screen
 from nanoserve.bench.workload import prompt_token_ids
 from nanoserve.kernels import probes
@@ -478,6 +478,19 @@ def test_records_that_were_skipped_are_said(
     assert [told.run for told in results.chapters["kvcache"]] == [recorded.run]
 
 
+def test_a_run_without_what_is_concluded_from_is_skipped_with_a_line(
+    recorded: concluding.KVCacheFindings, tmp_path: Path
+) -> None:
+    path = only_file(tmp_path / "results")
+    older = {key: value for key, value in recorded.run.header.items() if key != "predictions"}
+    records = [older, *recorded.run.records]
+    path.write_bytes(b"".join(encode(entry) for entry in records))
+    results = report.load(tmp_path / "results")
+    said = f"run {recorded.run.run_id} skipped: there is no 'predictions' in it"
+    assert results.skipped[0].endswith(said)
+    assert results.is_empty
+
+
 def test_a_number_that_was_never_recorded_cannot_be_quoted() -> None:
     text = "<!-- nanoserve:kvcache.gpt9.speedup -->99x<!-- /nanoserve -->"
     with pytest.raises(ValueError, match=r"kvcache\.gpt9\.speedup; there are: a"):
@@ -784,6 +797,19 @@ def test_of_several_experiments_one_that_does_not_apply_is_no_failure(
     assert "first is passed over: it times the native core" in said
     assert "last does not apply here: it times the native core" in said
     assert "1 of 3 experiments in " in said
+
+
+def test_several_experiments_of_which_none_applies_are_a_wrong_request(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    three(NotHereError("it times the native core"))
+    assert runner.main(["first", "last", "--out", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "nanoserve bench: nothing of this applies here"
+    assert lines[-2] == "last does not apply here: it times the native core"
+    assert not list(tmp_path.glob("*/*.html"))
 
 
 def test_ctrl_c_ends_all_of_them(

@@ -234,7 +234,10 @@ class Series:
         self._started_s = now_s()
 
     def run(self) -> int:
-        """All of them, and a page of those that came to their end; the exit code."""
+        """All of them, and a page of those that came to their end; the exit code.
+
+        A request of which nothing applies here is a wrong one, as it is for one experiment.
+        """
         for place, name in enumerate(self.names):
             self.screen.say(f"[{place + 1} of {len(self.names)}] {name}{self.time_left(place)}")
             self.attempt(name)
@@ -247,7 +250,9 @@ class Series:
             self.screen.say(f"{name} does not apply here: {reason}")
         for name, reason in self.failed.items():
             complain(f"{name} failed: {reason}", FAULT)
-        return FAULT if self.failed else 0
+        if self.failed:
+            return FAULT
+        return 0 if self.finished else complain("nothing of this applies here", USAGE)
 
     def time_left(self, num_done: int) -> str:
         """What has passed, and what the rest takes if it is like what was."""
