@@ -133,7 +133,7 @@ def load(results: Path) -> Results:
     for experiment, chapter in CHAPTERS.items():
         runs, notes = find_runs(results, experiment)
         concluded, unreadable = conclusions(chapter, [r for r in runs if not is_quick(r)])
-        chapters[experiment] = told_runs(concluded)
+        chapters[experiment] = in_order(concluded)
         skipped += [*notes, *unreadable]
     return Results(chapters=chapters, skipped=skipped)
 
@@ -162,16 +162,19 @@ def results_of(runs: Sequence[Run]) -> Results:
     """Those of one session, quick ones too."""
     return Results(
         chapters={
-            name: told_runs(
-                [(run, chapter.conclude(run)) for run in runs if run.header["experiment"] == name]
-            )
+            name: told_runs(chapter, [run for run in runs if run.header["experiment"] == name])
             for name, chapter in CHAPTERS.items()
         }
     )
 
 
-def told_runs(concluded: Sequence[tuple[Run, Any]]) -> list[Told]:
-    """The runs of one experiment, each with its findings; the first is the main one.
+def told_runs(chapter: Chapter[Any], runs: Sequence[Run]) -> list[Told]:
+    """The runs of one experiment and what they conclude, as `in_order` puts them."""
+    return in_order([(run, chapter.conclude(run)) for run in runs])
+
+
+def in_order(concluded: Sequence[tuple[Run, Any]]) -> list[Told]:
+    """Runs of one experiment, each with its findings; the first is the main one.
 
     `MAIN_MODEL` comes first, then the executor that `auto` means; else they are in order of path.
     """
