@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from nanoserve.bench import sender
+from nanoserve.bench.conduct import VoidError
 from nanoserve.bench.findings.load import lag_text
 from nanoserve.bench.load import LoadOptions, apply_load
 from nanoserve.bench.metrics import ttft
@@ -473,3 +474,15 @@ def test_the_paced_server_says_what_is_no_request(body: bytes, url: str) -> None
     assert reply.status == 400
     assert "message" in json.loads(reply.read())["error"]
     connection.close()
+
+
+@pytest.mark.parametrize(
+    "python, error, why",
+    [("false", VoidError, "ended with exit code 1"), ("no-such-python", OSError, "no-such-python")],
+)
+def test_a_server_that_never_starts_is_said(
+    python: str, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_PYTHON", python)
+    with pytest.raises(error, match=why), load_agreement.serving([]):
+        pass
