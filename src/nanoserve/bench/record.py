@@ -234,7 +234,7 @@ def decode(line: bytes) -> Record:
         raise ValueError("it is not a record of nanoserve")
     if record.get("schema") != SCHEMA:
         raise ValueError(f"it has schema {record.get('schema')}, this version reads {SCHEMA}")
-    wanted = COMMON_FIELDS | FIELDS.get(record["kind"], {})
+    wanted = {**COMMON_FIELDS, **FIELDS.get(record["kind"], {})}
     if missing := [name for name in wanted if not isinstance(value_at(record, name), wanted[name])]:
         raise ValueError(f"it lacks {', '.join(sorted(missing))}, or has them in another form")
     if not all(isinstance(value, NUMBER) for value in record.get("seconds", {}).values()):
