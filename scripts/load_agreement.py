@@ -52,6 +52,7 @@ from nanoserve.bench.metrics import RequestTimes, median_interval, throughput_ou
 from nanoserve.bench.record import SCHEMA, Record, encode, read_runs
 from nanoserve.bench.sender import parse_url
 from nanoserve.bench.served import child_environment, free_port, served_by
+from nanoserve.bench.session import TerminatedError, unwinding_on_sigterm
 
 EXPERIMENT = "load_agreement"
 OURS, THEIRS = "nanoserve", "guidellm"
@@ -632,20 +633,23 @@ def main() -> int:
     """Measure one run, record it, and show all that are recorded.
 
     1 if there is nothing to show, 2 for a wrong request or a record that cannot be added to, 130
-    for Ctrl-C.
+    for Ctrl-C, 143 for SIGTERM.
     """
     given = parser().parse_args()
     path = record_path(given.out)
     try:
         record = read_record(path)  # before minutes of measuring
         if not given.show:
-            record = append_run(path, measure(given))
+            with unwinding_on_sigterm():
+                record = append_run(path, measure(given))
     except ValueError as error:
         return complain(error, 2)
     except (OSError, RuntimeError, PackageNotFoundError) as error:
         return complain(error, 1)
     except KeyboardInterrupt:
         return complain("interrupted; nothing was recorded", 130)
+    except TerminatedError:
+        return complain("terminated; nothing was recorded", 143)
     show(record)
     return 0 if record["runs"] else 1
 

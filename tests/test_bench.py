@@ -10,8 +10,10 @@ import errno
 import json
 import random
 import re
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -797,6 +799,33 @@ def test_of_several_experiments_one_that_does_not_apply_is_no_failure(
     assert "first is passed over: it times the native core" in said
     assert "last does not apply here: it times the native core" in said
     assert "1 of 3 experiments in " in said
+
+
+def test_sigterm_unwinds_as_ctrl_c_does(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else a benchmark that a timeout ends would leave its server behind."""
+    tidied = []
+
+    def be_terminated(*_: object) -> Run:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            tidied.append(True)
+        pytest.fail("it went on")
+
+    three(ValueError())
+    before = signal.getsignal(signal.SIGTERM)
+    broken = replace(runner.EXPERIMENTS["first"], measure=be_terminated)
+    monkeypatch.setattr(runner, "EXPERIMENTS", {"first": broken, "last": broken})
+    assert runner.main(["first", "last", "--out", str(tmp_path)]) == runner.TERMINATED == 143
+    assert tidied == [True]
+    assert "nanoserve bench: terminated; --resume continues" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_several_experiments_of_which_none_applies_are_a_wrong_request(

@@ -26,6 +26,7 @@ from nanoserve.bench.findings.load import lag_text
 from nanoserve.bench.load import LoadOptions, apply_load
 from nanoserve.bench.metrics import ttft
 from nanoserve.bench.record import SCHEMA
+from nanoserve.bench.session import TerminatedError
 from nanoserve.bench.timed_stream import Piece, TimedAnswer, read_body, read_timed, timed_events
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -362,7 +363,12 @@ def test_a_wrong_request_starts_nothing(
 
 @pytest.mark.parametrize(
     "error, code",
-    [(KeyboardInterrupt(), 130), (RuntimeError("it died"), 1), (FileNotFoundError("no report"), 1)],
+    [
+        (KeyboardInterrupt(), 130),
+        (TerminatedError(), 143),
+        (RuntimeError("it died"), 1),
+        (FileNotFoundError("no report"), 1),
+    ],
 )
 def test_what_goes_wrong_is_a_line_and_a_code(
     error: BaseException,
