@@ -37,7 +37,7 @@ import paced_server
 from nanoserve.bench import machine
 from nanoserve.bench.arrivals import Schedule
 from nanoserve.bench.client import HOST
-from nanoserve.bench.conduct import timestamp
+from nanoserve.bench.conduct import check_out, timestamp
 from nanoserve.bench.findings import Table
 from nanoserve.bench.findings.load import LoadFindings, load_findings
 from nanoserve.bench.load import (
@@ -52,7 +52,7 @@ from nanoserve.bench.metrics import RequestTimes, median_interval, throughput_ou
 from nanoserve.bench.record import SCHEMA, Record, encode, read_runs
 from nanoserve.bench.sender import parse_url
 from nanoserve.bench.served import child_environment, free_port, served_by
-from nanoserve.bench.session import TerminatedError, unwinding_on_sigterm
+from nanoserve.bench.session import Options, TerminatedError, unwinding_on_sigterm
 
 EXPERIMENT = "load_agreement"
 OURS, THEIRS = "nanoserve", "guidellm"
@@ -381,6 +381,7 @@ def check_given(given: argparse.Namespace) -> None:
 def measure(given: argparse.Namespace) -> Record:
     """One run, as recorded. Raises ValueError for a wrong request, before anything is started."""
     check_given(given)
+    check_out(Options(out=given.out))
     fingerprint, started, their_version = machine.fingerprint(), timestamp(), version(THEIRS)
     with tempfile.TemporaryDirectory() as folder:
         load = LoadOptions(

@@ -190,6 +190,8 @@ async def converse(pace: Pace, reader: asyncio.StreamReader, writer: asyncio.Str
             is_last = request.is_last
     except (EOFError, ConnectionError):  # the client has gone
         pass
+    except asyncio.CancelledError:  # the server ends; Python 3.11 would show each as a traceback
+        pass
     except ValueError as error:
         writer.write(whole("400 Bad Request", {"error": {"message": str(error)}}))
     finally:

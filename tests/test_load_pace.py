@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import signal
 import socket
 import subprocess
 import sys
@@ -344,6 +345,7 @@ def test_a_file_that_is_no_record_is_neither_shown_nor_added_to(
         (("--output-tokens", "1"), "one token has no TPOT"),
         (("--rate", "-1"), "--rate must be more than 0"),
         (("--requests", "0"), "--requests must be at least 1"),
+        (("--out", __file__), "results cannot be written"),
     ],
 )
 def test_a_wrong_request_starts_nothing(
@@ -355,7 +357,7 @@ def test_a_wrong_request_starts_nothing(
 ) -> None:
     monkeypatch.setattr(load_agreement, "version", lambda name: "1")
     monkeypatch.setattr(load_agreement, "served_by", lambda *_: pytest.fail("a server was started"))
-    assert main_of(monkeypatch, *words, "--out", str(tmp_path)) == 2
+    assert main_of(monkeypatch, "--out", str(tmp_path), *words) == 2
     said = capsys.readouterr().err
     assert why in said
     assert said.count("\n") == 1
@@ -492,3 +494,23 @@ def test_a_server_that_never_starts_is_said(
     monkeypatch.setenv("SERVER_PYTHON", python)
     with pytest.raises(error, match=why), load_agreement.serving([]):
         pass
+
+
+def test_ctrl_c_ends_the_paced_server_without_a_word() -> None:
+    """With one connection in the middle of an answer, and one that asks nothing."""
+    command = [sys.executable, paced_server.__file__, "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        where = process.stdout.readline().removeprefix(paced_server.LISTENING + "http://").strip()
+        asking, silent = (http.client.HTTPConnection(where, timeout=5) for _ in range(2))
+        asking.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1000}')
+        reply = asking.getresponse()
+        silent.connect()
+        assert reply.read(5) == b"data:"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=10)
+    assert (process.returncode, said) == (0, "")
+    asking.close()
+    silent.close()
