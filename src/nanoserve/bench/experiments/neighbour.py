@@ -46,9 +46,12 @@ MAX_LOOP_S = 60
 """Processor seconds after which the system ends a loop whose parent was killed."""
 
 LOOP = (
-    f"import resource as r; r.setrlimit(r.RLIMIT_CPU, ({MAX_LOOP_S}, {MAX_LOOP_S})); "
+    "import resource as r; hard = r.getrlimit(r.RLIMIT_CPU)[1]; "
+    f"most = {MAX_LOOP_S} if hard == r.RLIM_INFINITY else min(hard, {MAX_LOOP_S}); "
+    "r.setrlimit(r.RLIMIT_CPU, (most, most)); "
     "print('busy', flush=True)\nwhile True: pass"
 )
+"""A limit that is lower already may not be raised again."""
 
 Surroundings = Callable[[], AbstractContextManager[object]]
 """What the machine does beside the steps, while the context is open."""
