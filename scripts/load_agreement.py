@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +37,7 @@ import paced_server
 from nanoserve.bench import machine
 from nanoserve.bench.arrivals import Schedule
 from nanoserve.bench.client import HOST
-from nanoserve.bench.conduct import timestamp
+from nanoserve.bench.conduct import check_out, timestamp
 from nanoserve.bench.findings import Table
 from nanoserve.bench.findings.load import LoadFindings, load_findings
 from nanoserve.bench.load import (
@@ -49,8 +51,10 @@ from nanoserve.bench.load import (
 from nanoserve.bench.metrics import RequestTimes, median_interval, throughput_out, tpot, ttft
 from nanoserve.bench.record import SCHEMA, Record, encode, read_runs
 from nanoserve.bench.sender import parse_url
-from nanoserve.bench.served import Server, child_environment, free_port
+from nanoserve.bench.served import child_environment, free_port, served_by
+from nanoserve.bench.session import Options, TerminatedError, unwinding_on_sigterm
 
+EXPERIMENT = "load_agreement"
 OURS, THEIRS = "nanoserve", "guidellm"
 ORDER = (OURS, THEIRS, THEIRS, OURS)
 PACE = paced_server.Pace(first_s=0.3, gap_s=0.04)
@@ -106,7 +110,7 @@ class Seen:
     def differences(self, other: Seen) -> dict[str, float]:
         """Relative, of this against the other."""
         names = [field.name for field in fields(self)]
-        return {name: getattr(self, name) / getattr(other, name) - 1 for name in names}
+        return {name: ratio(getattr(self, name), getattr(other, name)) - 1 for name in names}
 
 
 def seen(replies: Sequence[Reply]) -> Seen:
@@ -140,13 +144,29 @@ def paced_truth(load: LoadOptions, pace: paced_server.Pace) -> Seen:
 
 
 def run_program(command: Sequence[str], **env: str) -> None:
-    """Raises RuntimeError, with all that it said, unless it ends with 0."""
+    """Raises RuntimeError, with all that it said, unless it ends with 0 and in time.
+
+    However this is left, nothing of it runs on: it has a process group, for its workers' sake.
+    """
     environment = {**child_environment(), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **env}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            said = "\n".join(process.communicate(timeout=PATIENCE_S))
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{command} did not end within {PATIENCE_S:g} s") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise RuntimeError(f"{command} ended with {process.returncode}:\n{said}")
 
 
 def load_words(load: LoadOptions) -> list[str]:
@@ -198,7 +218,11 @@ def by_guidellm(load: LoadOptions) -> list[Reply]:
     """
     found: list[Reply] = []
     for _ in range(NUM_ATTEMPTS):
-        found = guidellm_replies(guidellm_report(load))
+        report = guidellm_report(load)
+        try:
+            found = guidellm_replies(report)
+        except (KeyError, TypeError) as error:
+            raise RuntimeError(f"{THEIRS} reports in a form not known here: {error!r}") from error
         if len(found) == load.requests:
             return found
     raise RuntimeError(f"{THEIRS} tells of {len(found)} requests out of {load.requests}")
@@ -226,8 +250,7 @@ def guidellm_report(load: LoadOptions) -> Record:
         ],
         GUIDELLM__MAX_WORKER_PROCESSES="1",  # each is a Python that imports torch
     )
-    (benchmark,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
-    found: Record = benchmark["requests"]
+    found: Record = json.loads(report.read_text(encoding="utf-8"))
     return found
 
 
@@ -245,9 +268,10 @@ def replay_rows(load: LoadOptions) -> list[Record]:
     ]
 
 
-def guidellm_replies(requests: Record) -> list[Reply]:
+def guidellm_replies(report: Record) -> list[Reply]:
     """What it tells of all requests but the one that is not counted, in order."""
-    found = [guidellm_reply(request) for request in requests["successful"]]
+    (benchmark,) = report["benchmarks"]
+    found = [guidellm_reply(request) for request in benchmark["requests"]["successful"]]
     return sorted((r for r in found if r.due_s > -PRIME_S / 2), key=lambda reply: reply.due_s)
 
 
@@ -278,20 +302,8 @@ def serving(options: Sequence[str]) -> Iterator[str]:
     """The URL of `nanoserve serve` by SERVER_PYTHON, ready. Raises VoidError if it is not."""
     python, port = os.environ.get("SERVER_PYTHON", sys.executable), free_port()
     command = [python, "-m", "nanoserve", "serve", "--port", str(port), *options]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment(),
-        )
-        server = Server(process, port, log)
-        try:
-            server.wait_until_ready()
-            yield f"http://{HOST}:{port}"
-        finally:
-            server.stop()
+    with served_by(command, port):
+        yield f"http://{HOST}:{port}"
 
 
 def server_options(given: argparse.Namespace) -> list[str]:
@@ -354,8 +366,22 @@ def recorded(reply: Reply) -> Record:
     return {name: round(value, 6) for name, value in asdict(reply).items()}
 
 
+def check_given(given: argparse.Namespace) -> None:
+    """Raise ValueError for what would be refused only after a server was started, or not at all."""
+    if not 0 < given.load < float("inf"):
+        raise ValueError(f"--load must be more than 0 and finite, got {given.load:g}")
+    if given.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {given.threads}")
+    if given.output_tokens < 2:
+        raise ValueError(
+            f"--output-tokens must be at least 2, got {given.output_tokens}: one token has no TPOT"
+        )
+
+
 def measure(given: argparse.Namespace) -> Record:
-    """One run, as recorded."""
+    """One run, as recorded. Raises ValueError for a wrong request, before anything is started."""
+    check_given(given)
+    check_out(Options(out=given.out))
     fingerprint, started, their_version = machine.fingerprint(), timestamp(), version(THEIRS)
     with tempfile.TemporaryDirectory() as folder:
         load = LoadOptions(
@@ -382,17 +408,46 @@ def measure(given: argparse.Namespace) -> Record:
 
 
 def record_path(out: Path) -> Path:
-    return out / machine.slug() / "load_agreement.json"
+    return out / machine.slug() / f"{EXPERIMENT}.json"
 
 
 def read_record(path: Path) -> Record:
-    """What was recorded so far; without runs if there is nothing."""
+    """What was recorded so far; without runs if there is nothing.
+
+    Raises ValueError for a file that is anything else, so that it is neither shown nor replaced.
+    """
     if not path.exists():
-        return {"schema": SCHEMA, "experiment": "load_agreement", "runs": []}
-    found: Record = json.loads(path.read_text(encoding="utf-8"))
-    if found["schema"] != SCHEMA:
-        raise ValueError(f"{path.name} has schema {found['schema']}, this version reads {SCHEMA}")
+        return {"schema": SCHEMA, "experiment": EXPERIMENT, "runs": []}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON ({error}): move it away") from None
+    if not isinstance(found, dict) or found.get("experiment") != EXPERIMENT:
+        raise ValueError(f"{path.name} is no record of {EXPERIMENT}: move it away")
+    if found.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path.name} has schema {found.get('schema')}, this version reads {SCHEMA}"
+        )
+    if not isinstance(runs := found.get("runs"), list) or not all(map(is_whole, runs)):
+        raise ValueError(f"{path.name} holds runs that are not whole: move it away")
     return found
+
+
+def is_whole(run: Record) -> bool:
+    """Whether a run has what `show` reads: a server, and two loads of each generator, all alike."""
+    try:
+        loads = [load for name in GENERATORS for load in loads_of(run, name)]
+        words = [run["server"]] if isinstance(run["server"], str) else [*run["server"]]
+        numbers = [run["truth"]["ttft_ms"]] if words == ["paced"] else []
+    except (KeyError, TypeError):
+        return False
+    numbers += [number for load in loads for reply in load for number in asdict(reply).values()]
+    sizes = [len(load) for load in loads]
+    return (
+        sizes == [max(1, *sizes)] * len(ORDER)
+        and all(isinstance(word, str) for word in words)
+        and all(isinstance(number, int | float) for number in numbers)
+    )
 
 
 def append_run(path: Path, run: Record) -> Record:
@@ -442,11 +497,18 @@ class Agreement:
     @property
     def difference(self) -> float:
         """Relative, of the medians."""
-        return self.ours / self.theirs - 1
+        return ratio(self.ours, self.theirs) - 1
+
+
+def ratio(value: float, other: float) -> float:
+    """`value` over `other`. Tokens that came in one piece are 0 apart: two such are equal."""
+    if other == 0:
+        return 1.0 if value == 0 else math.inf
+    return value / other
 
 
 def ratios(values: Values, others: Values) -> list[float]:
-    return [value / other for value, other in zip(values, others, strict=True)]
+    return [ratio(value, other) for value, other in zip(values, others, strict=True)]
 
 
 def agreement(runs: Sequence[Record], values_of: Callable[[Sequence[Reply]], Values]) -> Agreement:
@@ -569,16 +631,34 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measure one run, record it, and show all that are recorded; 1 if there is nothing to show."""
+    """Measure one run, record it, and show all that are recorded.
+
+    1 if there is nothing to show, 2 for a wrong request or a record that cannot be added to, 130
+    for Ctrl-C, 143 for SIGTERM.
+    """
     given = parser().parse_args()
     path = record_path(given.out)
     try:
-        record = read_record(path) if given.show else append_run(path, measure(given))
-    except (ValueError, OSError, RuntimeError, PackageNotFoundError) as error:
-        print(f"load_agreement: {error}", file=sys.stderr)
-        return 1
+        record = read_record(path)  # before minutes of measuring
+        if not given.show:
+            with unwinding_on_sigterm():
+                record = append_run(path, measure(given))
+    except ValueError as error:
+        return complain(error, 2)
+    except (OSError, RuntimeError, PackageNotFoundError) as error:
+        return complain(error, 1)
+    except KeyboardInterrupt:
+        return complain("interrupted; nothing was recorded", 130)
+    except TerminatedError:
+        return complain("terminated; nothing was recorded", 143)
     show(record)
     return 0 if record["runs"] else 1
+
+
+def complain(why: object, code: int) -> int:
+    """On standard error; the code."""
+    print(f"load_agreement: {why}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import selectors
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL = "paced"
+LISTENING = "listening: "
+MAX_PORT = 65535
 TAIL_GAPS = 4
 """So many gaps after the last token the stream still goes on: its end is no token."""
 
@@ -121,16 +124,31 @@ class Request:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
-    """The next one of a connection. Raises EOFError where the client has gone."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    """The next one of a connection.
+
+    Raises EOFError where the client has gone, ValueError for what is no request.
+    """
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    except asyncio.LimitOverrunError as error:
+        raise ValueError(str(error)) from error
     request_line, *lines = head.split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
     content = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Request(
-        path=request_line.split()[1],
-        body=json.loads(content or b"{}"),
-        is_last=headers.get("connection", "").lower() == "close",
-    )
+    _, path, _ = request_line.split()
+    body = json.loads(content or b"{}")
+    if not isinstance(body, dict):
+        raise ValueError("the body must be an object")
+    is_last = headers.get("connection", "").lower() == "close"
+    return Request(path=path, body=body, is_last=is_last)
+
+
+def asked(body: dict[str, Any]) -> tuple[str, int]:
+    """The prompt and the number of tokens. Raises ValueError for anything but a text and some."""
+    prompt, num_tokens = body.get("prompt"), body.get("max_tokens")
+    if not isinstance(prompt, str) or type(num_tokens) is not int or num_tokens < 1:
+        raise ValueError("a text as prompt, and max_tokens of at least 1")
+    return prompt, num_tokens
 
 
 def whole(status: str, body: dict[str, Any]) -> bytes:
@@ -152,9 +170,8 @@ async def stream(writer: asyncio.StreamWriter, parts: Iterator[tuple[float, byte
 
 
 async def answer(pace: Pace, request: Request, writer: asyncio.StreamWriter) -> None:
-    body = request.body
     if request.path == "/v1/completions":
-        await stream(writer, answer_parts(pace, body["prompt"], body["max_tokens"]))
+        await stream(writer, answer_parts(pace, *asked(request.body)))
     elif request.path == "/v1/models":
         writer.write(whole("200 OK", {"object": "list", "data": [{"id": MODEL}]}))
     elif request.path == "/health":
@@ -173,6 +190,10 @@ async def converse(pace: Pace, reader: asyncio.StreamReader, writer: asyncio.Str
             is_last = request.is_last
     except (EOFError, ConnectionError):  # the client has gone
         pass
+    except asyncio.CancelledError:  # the server ends; Python 3.11 would show each as a traceback
+        pass
+    except ValueError as error:
+        writer.write(whole("400 Bad Request", {"error": {"message": str(error)}}))
     finally:
         writer.close()
 
@@ -182,7 +203,7 @@ async def serve(pace: Pace, port: int) -> None:
         lambda reader, writer: converse(pace, reader, writer), "127.0.0.1", port
     )
     address = server.sockets[0].getsockname()
-    print(f"listening: http://{address[0]}:{address[1]}", flush=True)
+    print(f"{LISTENING}http://{address[0]}:{address[1]}", flush=True)
     await server.serve_forever()
 
 
@@ -191,7 +212,10 @@ async def serve(pace: Pace, port: int) -> None:
 
 @contextmanager
 def running(pace: Pace) -> Iterator[str]:
-    """The URL of such a server in a process of its own, which ends with the block."""
+    """The URL of such a server in a process of its own, which ends with the block.
+
+    Raises RuntimeError if it did not start.
+    """
     options = (
         "--port",
         "0",
@@ -205,18 +229,33 @@ def running(pace: Pace) -> Iterator[str]:
     ) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().removeprefix("listening: ").strip()
+            line = process.stdout.readline()
+            if not line.startswith(LISTENING):
+                raise RuntimeError(f"the paced server did not start: exit code {process.wait()}")
+            yield line.removeprefix(LISTENING).strip()
         finally:
             process.kill()
 
 
-def main() -> None:
+def main() -> int:
+    """The command; its exit code, 2 for a wrong request."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
     parser.add_argument("--first-ms", type=float, default=300.0)
     parser.add_argument("--gap-ms", type=float, default=40.0)
     given = parser.parse_args()
-    pace = Pace(first_s=given.first_ms / 1e3, gap_s=given.gap_ms / 1e3)
+    for option in ("first_ms", "gap_ms"):
+        if not 0 <= getattr(given, option) < math.inf:
+            parser.error(f"--{option.replace('_', '-')} must be at least 0 and finite")
+    if not 0 <= given.port <= MAX_PORT:
+        parser.error(f"--port must be between 0 and {MAX_PORT}, got {given.port}")
+    return serve_until_interrupted(
+        Pace(first_s=given.first_ms / 1e3, gap_s=given.gap_ms / 1e3), given.port
+    )
+
+
+def serve_until_interrupted(pace: Pace, port: int) -> int:
+    """The exit code: 1 for a port that cannot be had."""
     # epoll waits in whole milliseconds, select does not.
     with (
         asyncio.Runner(
@@ -224,8 +263,13 @@ def main() -> None:
         ) as runner,
         suppress(KeyboardInterrupt),
     ):
-        runner.run(serve(pace, given.port))
+        try:
+            runner.run(serve(pace, port))
+        except OSError as error:
+            print(f"paced_server: {error} (--port 0 takes a free one)", file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,8 +10,10 @@ import errno
 import json
 import random
 import re
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +41,7 @@ from nanoserve.bench.conduct import VoidError, conduct
 from nanoserve.bench.experiments import ceilings, kvcache
 from nanoserve.bench.findings import kvcache as concluding
 from nanoserve.bench.measure import Rules, Sample
-from nanoserve.bench.record import Run, read_runs
+from nanoserve.bench.record import Run, encode, read_runs
 from nanoserve.bench.session import NotHereError, Options, Screen
 from nanoserve.bench.workload import prompt_token_ids
 from nanoserve.kernels import probes
@@ -478,6 +480,19 @@ def test_records_that_were_skipped_are_said(
     assert [told.run for told in results.chapters["kvcache"]] == [recorded.run]
 
 
+def test_a_run_without_what_is_concluded_from_is_skipped_with_a_line(
+    recorded: concluding.KVCacheFindings, tmp_path: Path
+) -> None:
+    path = only_file(tmp_path / "results")
+    older = {key: value for key, value in recorded.run.header.items() if key != "predictions"}
+    records = [older, *recorded.run.records]
+    path.write_bytes(b"".join(encode(entry) for entry in records))
+    results = report.load(tmp_path / "results")
+    said = f"run {recorded.run.run_id} skipped: there is no 'predictions' in it"
+    assert results.skipped[0].endswith(said)
+    assert results.is_empty
+
+
 def test_a_number_that_was_never_recorded_cannot_be_quoted() -> None:
     text = "<!-- nanoserve:kvcache.gpt9.speedup -->99x<!-- /nanoserve -->"
     with pytest.raises(ValueError, match=r"kvcache\.gpt9\.speedup; there are: a"):
@@ -784,6 +799,46 @@ def test_of_several_experiments_one_that_does_not_apply_is_no_failure(
     assert "first is passed over: it times the native core" in said
     assert "last does not apply here: it times the native core" in said
     assert "1 of 3 experiments in " in said
+
+
+def test_sigterm_unwinds_as_ctrl_c_does(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else a benchmark that a timeout ends would leave its server behind."""
+    tidied = []
+
+    def be_terminated(*_: object) -> Run:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            tidied.append(True)
+        pytest.fail("it went on")
+
+    three(ValueError())
+    before = signal.getsignal(signal.SIGTERM)
+    broken = replace(runner.EXPERIMENTS["first"], measure=be_terminated)
+    monkeypatch.setattr(runner, "EXPERIMENTS", {"first": broken, "last": broken})
+    assert runner.main(["first", "last", "--out", str(tmp_path)]) == runner.TERMINATED == 143
+    assert tidied == [True]
+    assert "nanoserve bench: terminated; --resume continues" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_several_experiments_of_which_none_applies_are_a_wrong_request(
+    tmp_path: Path,
+    three: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    three(NotHereError("it times the native core"))
+    assert runner.main(["first", "last", "--out", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "nanoserve bench: nothing of this applies here"
+    assert lines[-2] == "last does not apply here: it times the native core"
+    assert not list(tmp_path.glob("*/*.html"))
 
 
 def test_ctrl_c_ends_all_of_them(

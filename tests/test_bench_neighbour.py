@@ -301,6 +301,18 @@ def test_the_loop_runs_inside_and_is_gone_after(no_rest: None) -> None:
 
 
 @needs_proc
+def test_a_lower_limit_on_processor_time_is_kept() -> None:
+    """Nobody but root could raise it, and the loop would not begin."""
+    limited = f"import resource as r; r.setrlimit(r.RLIMIT_CPU, (30, 30)); {neighbour.LOOP}"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", limited], stdout=subprocess.PIPE
+    ) as process:
+        neighbour.wait_until_busy(process)
+        assert resource.prlimit(process.pid, resource.RLIMIT_CPU) == (30, 30)
+        process.kill()
+
+
+@needs_proc
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_the_loop_is_not_left_behind(error: type[BaseException], no_rest: None) -> None:
     with pytest.raises(error), neighbour.busy_loop() as process:

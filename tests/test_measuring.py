@@ -304,7 +304,10 @@ def test_ratios_are_taken_inside_a_round() -> None:
 
 
 def header(run: str = "r1", **values: Any) -> record.Record:
-    return {"kind": "run", "schema": 1, "run": run, "experiment": "e", **values}
+    where = {"cpu": "Some CPU", "cores": 2, "software": {}}
+    setup = {"quick": False, "machine": where}
+    about = {"schema": 1, "run": run, "experiment": "e", "name": "n", "setup": setup}
+    return {"kind": "run", **about, **values}
 
 
 def end(run: str = "r1", status: str = "complete") -> record.Record:
@@ -348,6 +351,59 @@ def test_a_file_of_nothing_but_a_torn_line_becomes_empty(tmp_path: Path) -> None
     path.write_bytes(b"{" * 100_000)
     Journal(path).close()
     assert path.read_bytes() == b""
+
+
+def changed(record: record.Record, path: str, value: Any) -> record.Record:
+    """A copy in which what a dotted path leads to is another value, or is gone (`...`)."""
+    first, _, rest = path.partition(".")
+    whole = dict(record)
+    if rest:
+        whole[first] = changed(whole[first], rest, value)
+    elif value is ...:
+        del whole[first]
+    else:
+        whole[first] = value
+    return whole
+
+
+AA = {"n": 10, "median": 1.0, "interval": [0.98, 1.02]}
+WHOLE = {
+    "run": header(),
+    "sample": recorded_sample(0, 1.0),
+    "aa": {"kind": "aa", "schema": 1, "run": "r1", "experiment": "e", **AA},
+    "end": end(),
+}
+
+
+@pytest.mark.parametrize("value", [..., [1], None])
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        (kind, name)
+        for kind, fields in record.FIELDS.items()
+        for name in (*record.COMMON_FIELDS, *fields)
+    ],
+)
+def test_a_record_without_what_readers_rely_on_is_skipped(kind: str, name: str, value: Any) -> None:
+    """Whoever wrote it: no reader of any experiment may stumble over it."""
+    assert record.decode(record.encode(WHOLE[kind])) == WHOLE[kind]
+    if name == "interval" and value is not ...:
+        return  # it may be either
+    with pytest.raises(ValueError, match=f"it lacks {name}, or has them in another form"):
+        record.decode(record.encode(changed(WHOLE[kind], name, value)))
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        (b"[" * 100_000, "not JSON"),
+        (record.encode(recorded_sample(0, 7.5)).replace(b"7.5", b"NaN"), "not JSON"),
+        (record.encode(recorded_sample(0, 7.5)).replace(b"7.5", b'"7"'), "not numbers"),
+    ],
+)
+def test_a_line_that_python_alone_would_read_is_skipped(line: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        record.decode(line.rstrip() + b"\n")
 
 
 def test_lines_that_cannot_be_used_are_skipped_with_a_reason(tmp_path: Path) -> None:

@@ -32,10 +32,11 @@ from helpers import (
     tokens_of,
     write_model,
 )
+from numpy.typing import NDArray
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine import build, native
-from nanoserve.engine.batch import StepBatch, StepResult
+from nanoserve.engine.batch import PARTS, StepBatch, StepResult, batch_of, pack_batch
 from nanoserve.engine.engine import Engine, StepError
 from nanoserve.engine.native import NativeExecutor
 from nanoserve.kernels.cpu import library
@@ -448,6 +449,7 @@ def test_what_a_step_cannot_address_is_refused_before_it_writes() -> None:
         ({"positions": np.zeros(12)}, "positions must hold int32, got float64"),
         ({"positions": np.zeros(12, np.bool_)}, "positions must hold int32, got bool"),
         ({"lengths": np.zeros(2, np.int32)}, "a step is made of token_ids, .* lengths"),
+        *(({name: np.array(0, np.int32)}, r"must have shape \(.+\), got \(") for name in PARTS),
     ],
     ids=str,
 )
@@ -460,6 +462,82 @@ def test_arrays_that_make_no_step_are_refused(changes: dict[str, Any], words: st
         batch.with_arrays(**changes)
     same = batch.with_arrays(positions=batch.positions.astype(np.int64))
     assert same.integers == batch.integers
+
+
+def test_a_step_needs_a_draw_for_each_row() -> None:
+    noted = Noted(tiny_model())
+    run(noted.engine, [prompt_of(5)], greedy(1))
+    batch = noted.batches[0]
+    arrays = {name: getattr(batch, name) for name in PARTS}
+    for draws in ((), (0.5, 0.5)):
+        with pytest.raises(ValueError, match=f"1 rows need a draw each, got {len(draws)}"):
+            batch_of(sampling=batch.sampling, draws=draws, **arrays)
+
+
+@pytest.mark.parametrize("context_len", [257, 2**31 - 1])
+def test_a_context_beyond_the_models_is_refused(context_len: int) -> None:
+    noted = Noted(tiny_model(), block_size=16)
+    run(noted.engine, [prompt_of(9)], greedy(1))
+    batch = noted.batches[0].with_arrays(
+        context_lens=np.array([context_len], np.int32), block_tables=np.zeros((1, 64), np.int32)
+    )
+    with pytest.raises(ValueError, match=f"a context of {context_len} positions is longer than"):
+        executor_of(noted.engine)._run(batch, None)
+
+
+READ_ONLY = np.zeros((1, 384), np.float32)
+READ_ONLY.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    "memory, words",
+    [
+        (np.zeros((1, 383), np.float32), r"must be float32 \(1, 384\), got float32 \(1, 383\)"),
+        (np.zeros(384, np.float32), r"got float32 \(384,\)"),
+        (np.zeros((0, 384), np.float32), r"got float32 \(0, 384\)"),
+        (np.zeros((1, 384)), "got float64"),
+        (np.zeros((1, 384), ">f4"), "got >f4"),
+        (np.zeros((1, 768), np.float32)[:, ::2], "without gaps"),
+        (np.zeros((1, 384), np.float32)[:, ::-1], "without gaps"),
+        (READ_ONLY, "read-only"),
+    ],
+    ids=str,
+)
+def test_memory_that_does_not_hold_the_logits_is_refused(
+    memory: NDArray[np.float32], words: str
+) -> None:
+    noted = Noted(tiny_model())
+    run(noted.engine, [prompt_of(9)], greedy(1))
+    executor = executor_of(noted.engine)
+    with pytest.raises(ValueError, match=words):
+        executor.execute_with_logits(noted.batches[0], memory)
+    ours = np.full((1, 384), np.nan, np.float32)
+    _, logits = executor.execute_with_logits(noted.batches[0], ours)
+    assert logits is ours
+    assert {ours.tobytes()} == set(noted.seen.values())
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_rows_that_attention_cannot_take_are_refused(name: str) -> None:
+    noted = Noted(tiny_model())
+    run(noted.engine, [prompt_of(9)], greedy(1))
+    batch = noted.batches[0]
+    batch = pack_batch(
+        [
+            [] if part in ("logit_rows", "targets") else getattr(batch, part).ravel().tolist()
+            for part in PARTS
+        ],
+        table_width=batch.table_width,
+        sampling=(),
+        draws=(),
+    )
+    attend = executor_of(noted.engine).attend
+    rows = {each: np.zeros((9, 48), np.float32) for each in ("q", "k", "v", "out")}
+    attend(batch, **rows)
+    wrong = (np.zeros((9, 48)), np.zeros((9, 96), np.float32)[:, ::2], np.zeros((8, 48), "f4"))
+    for given in wrong:
+        with pytest.raises(ValueError, match=f"{name} must"):
+            attend(batch, **{**rows, name: given})
 
 
 def test_rows_that_are_not_finite_end_their_request_alone() -> None:

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -333,6 +334,8 @@ void test_refusals(const Shape& shape) {
   with(slot, 1 << 28, NS_CACHE_FULL, "slot");
   with(slot, -1, NS_CACHE_FULL, "slot");
   with(len, 0, NS_INVALID, "context");
+  with(len, shape.positions + 1, NS_INVALID, "context");
+  with(len, std::numeric_limits<int32_t>::max(), NS_INVALID, "context");
   with(len, 17, NS_CACHE_FULL, "table width");
   with(table, 1 << 20, NS_CACHE_FULL, "block");
   with(row, 1, NS_INVALID, "logit row");

@@ -192,7 +192,7 @@ def pair_lines(pair: Pair) -> list[str]:
 def describe_run(run: Run) -> str:
     header, software = run.header, run.header["setup"]["machine"]["software"]
     what = f"{header.get('executor')}, {header.get('dtype', 'no dtype')}"
-    commit = software["commit"] or "an installed package"
+    commit = software.get("commit") or "an installed package"
     return f"run {run.run_id}, {machine_name(run)}, {what}, commit {commit}"
 
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from nanoserve.bench.measure import Sample
@@ -23,8 +24,36 @@ SCHEMA = 1
 """Version of the records. Raise it when the meaning of a field changes."""
 
 Record = dict[str, Any]
+FieldType = type | tuple[type, ...]
 KINDS = ("run", "sample", "request", "aa", "prediction", "probe", "end")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s=:,'\"(])(?:/[\w.~-]+){2,}|(?:^|[\s='\"(])[A-Za-z]:\\|^/|~/")
+
+ABSENT = object()
+NUMBER = (int, float)
+
+COMMON_FIELDS: Mapping[str, FieldType] = {"run": str, "experiment": str}
+FIELDS: Mapping[str, Mapping[str, FieldType]] = {
+    "run": {
+        "name": str,
+        "setup.quick": bool,
+        "setup.machine.cpu": str,
+        "setup.machine.cores": int,
+        "setup.machine.software": dict,
+    },
+    "sample": {
+        "attempt": int,
+        "group": str,
+        "arm": str,
+        "round": int,
+        "position": int,
+        "dropped": bool,
+        "seconds": dict,
+        "labels": dict,
+    },
+    "aa": {"n": int, "median": NUMBER, "interval": (list, NoneType)},
+    "end": {"status": str},
+}
+"""What readers rely on in a record of each kind, whatever the experiment."""
 
 USUAL_EXECUTOR = {"cpu": "native", "cuda": "eager"}
 """What `auto` means where everything is built: it goes without saying in a run's name."""
@@ -198,18 +227,30 @@ def decode(line: bytes) -> Record:
     if not line.endswith(b"\n"):
         raise ValueError("it is not finished")
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = json.loads(line, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
         raise ValueError("it is not JSON") from None
     if not isinstance(record, dict) or record.get("kind") not in KINDS:
         raise ValueError("it is not a record of nanoserve")
     if record.get("schema") != SCHEMA:
         raise ValueError(f"it has schema {record.get('schema')}, this version reads {SCHEMA}")
-    wanted = {"run", "experiment"}
-    if record["kind"] == "sample":
-        wanted |= {"attempt", *Sample.__dataclass_fields__}
-    if missing := sorted(wanted - record.keys()):
-        raise ValueError(f"it lacks {', '.join(missing)}")
+    wanted = {**COMMON_FIELDS, **FIELDS.get(record["kind"], {})}
+    if missing := [name for name in wanted if not isinstance(value_at(record, name), wanted[name])]:
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}, or has them in another form")
+    if not all(isinstance(value, NUMBER) for value in record.get("seconds", {}).values()):
+        raise ValueError("its seconds are not numbers")
+    return record
+
+
+def refuse_constant(name: str) -> float:
+    """Python's reader would take NaN and infinity, which are no JSON."""
+    raise ValueError(name)
+
+
+def value_at(record: object, name: str) -> object:
+    """What `name`, dotted where it leads into objects, stands for; `ABSENT` if for nothing."""
+    for part in name.split("."):
+        record = record.get(part, ABSENT) if isinstance(record, dict) else ABSENT
     return record
 
 

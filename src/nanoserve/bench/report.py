@@ -132,10 +132,30 @@ def load(results: Path) -> Results:
     chapters, skipped = {}, []
     for experiment, chapter in CHAPTERS.items():
         runs, notes = find_runs(results, experiment)
-        full = [run for run in runs if not run.header["setup"]["quick"]]
-        chapters[experiment] = told_runs(chapter, full)
-        skipped += notes
+        concluded, unreadable = conclusions(chapter, [r for r in runs if not is_quick(r)])
+        chapters[experiment] = in_order(concluded)
+        skipped += [*notes, *unreadable]
     return Results(chapters=chapters, skipped=skipped)
+
+
+def is_quick(run: Run) -> bool:
+    return bool(run.header["setup"]["quick"])
+
+
+def conclusions(
+    chapter: Chapter[Any], runs: Sequence[Run]
+) -> tuple[list[tuple[Run, Any]], list[str]]:
+    """Each run with its findings, and a line for each that another version recorded without what
+    this one concludes from.
+    """
+    concluded, unreadable = [], []
+    for run in runs:
+        try:
+            concluded.append((run, chapter.conclude(run)))
+        except KeyError as error:
+            what = f"{run.header['experiment']}-{run.name}, run {run.run_id}"
+            unreadable.append(f"{what} skipped: there is no {error} in it")
+    return concluded, unreadable
 
 
 def results_of(runs: Sequence[Run]) -> Results:
@@ -149,19 +169,24 @@ def results_of(runs: Sequence[Run]) -> Results:
 
 
 def told_runs(chapter: Chapter[Any], runs: Sequence[Run]) -> list[Told]:
-    """The runs of one experiment; the first is the main one.
+    """The runs of one experiment and what they conclude, as `in_order` puts them."""
+    return in_order([(run, chapter.conclude(run)) for run in runs])
+
+
+def in_order(concluded: Sequence[tuple[Run, Any]]) -> list[Told]:
+    """Runs of one experiment, each with its findings; the first is the main one.
 
     `MAIN_MODEL` comes first, then the executor that `auto` means; else they are in order of path.
     """
 
-    def is_secondary(run: Run) -> tuple[bool, bool]:
-        header = run.header
+    def is_secondary(pair: tuple[Run, Any]) -> tuple[bool, bool]:
+        header = pair[0].header
         usual = USUAL_EXECUTOR.get(header.get("device", ""))
         return header.get("model") != MAIN_MODEL, header.get("executor") != usual
 
     return [
-        Told(run=run, findings=chapter.conclude(run), is_main=number == 0)
-        for number, run in enumerate(sorted(runs, key=is_secondary))
+        Told(run=run, findings=findings, is_main=number == 0)
+        for number, (run, findings) in enumerate(sorted(concluded, key=is_secondary))
     ]
 
 

@@ -3,8 +3,8 @@
 `nanoserve bench` calls the same `main`; `bench compare A B` holds two recorded results against each
 other. Errors leave as one line with an exit code: 2 for a request that was wrong, 1 for a fault of
 ours or of the machine, 3 for a run that is void because the machine was too unsteady (its tables
-are shown and marked), 130 for Ctrl-C. Of several experiments one that fails does not lose the
-others: the last line says which, and the code is 1.
+are shown and marked), 130 for Ctrl-C, 143 for SIGTERM. Of several experiments one that fails does
+not lose the others: the last line says which, and the code is 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ from nanoserve.bench.findings.load import load_paragraph, load_table
 from nanoserve.bench.formats import refuse_formats
 from nanoserve.bench.measure import now_s
 from nanoserve.bench.record import Run
-from nanoserve.bench.session import NotHereError, Options, Screen
+from nanoserve.bench.session import (
+    NotHereError,
+    Options,
+    Screen,
+    TerminatedError,
+    unwinding_on_sigterm,
+)
 from nanoserve.bench.trace_events import Recorder, check_trace_path
 from nanoserve.config import (
     CacheDtype,
@@ -58,7 +64,7 @@ from nanoserve.config import (
 from nanoserve.engine.engine import StepError
 
 ALL, COMPARE = "all", "compare"
-FAULT, USAGE, VOID, INTERRUPTED = 1, 2, 3, 130
+FAULT, USAGE, VOID, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
 EXPECTED = (ValueError, VoidError, StepError, OSError, MemoryError, ModuleNotFoundError)
 """What an experiment may raise: one line says it all."""
@@ -234,7 +240,10 @@ class Series:
         self._started_s = now_s()
 
     def run(self) -> int:
-        """All of them, and a page of those that came to their end; the exit code."""
+        """All of them, and a page of those that came to their end; the exit code.
+
+        A request of which nothing applies here is a wrong one, as it is for one experiment.
+        """
         for place, name in enumerate(self.names):
             self.screen.say(f"[{place + 1} of {len(self.names)}] {name}{self.time_left(place)}")
             self.attempt(name)
@@ -247,7 +256,9 @@ class Series:
             self.screen.say(f"{name} does not apply here: {reason}")
         for name, reason in self.failed.items():
             complain(f"{name} failed: {reason}", FAULT)
-        return FAULT if self.failed else 0
+        if self.failed:
+            return FAULT
+        return 0 if self.finished else complain("nothing of this applies here", USAGE)
 
     def time_left(self, num_done: int) -> str:
         """What has passed, and what the rest takes if it is like what was."""
@@ -336,6 +347,12 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
+    with unwinding_on_sigterm():
+        return run_command(typed)
+
+
+def run_command(typed: Sequence[str]) -> int:
+    """What was typed; the exit code of whatever became of it."""
     try:
         if typed[:1] == [COMPARE]:
             return compare.run(typed[1:], Screen())
@@ -350,6 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(error, FAULT)
     except KeyboardInterrupt:
         return complain("interrupted; --resume continues", INTERRUPTED)
+    except TerminatedError:
+        return complain("terminated; --resume continues", TERMINATED)
 
 
 def run_typed(given: dict[str, Any]) -> int:

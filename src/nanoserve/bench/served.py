@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -273,14 +273,18 @@ class Server:
             self._process.wait()
 
 
+def serving(engine: Engine) -> AbstractContextManager[Server]:
+    """A server with an engine like `engine`, as `served_by` gives it."""
+    port = free_port()
+    return served_by([sys.executable, "-m", "nanoserve", *serve_arguments(engine, port)], port)
+
+
 @contextmanager
-def serving(engine: Engine) -> Iterator[Server]:
-    """A server with an engine like `engine`, ready; it ends with the block.
+def served_by(command: Sequence[str], port: int) -> Iterator[Server]:
+    """A server that `command` starts on `port`, ready; it ends with the block.
 
     Raises VoidError, with what it said, if it does not come up.
     """
-    port = free_port()
-    command = [sys.executable, "-m", "nanoserve", *serve_arguments(engine, port)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,

@@ -8,10 +8,13 @@ one part exchanged, and so that a record says what really ran.
 from __future__ import annotations
 
 import hashlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -114,6 +117,31 @@ class Screen:
                 self.say(f"{title}: {share:.0%}")
 
         return advance
+
+
+class TerminatedError(BaseException):
+    """SIGTERM came. As KeyboardInterrupt it is nobody's to handle but the command's."""
+
+
+@contextmanager
+def unwinding_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM raises TerminatedError: what was started (servers, loops) is ended on the way
+    out. By default it would end this process at once, and leave a server that nobody knows of.
+
+    Only the main thread is told of signals; in another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_terminated(signum: int, frame: FrameType | None) -> None:
+    raise TerminatedError
 
 
 class NotHereError(ValueError):

@@ -228,11 +228,14 @@ def batch_of(
     Raises ValueError for arrays that make no step: whoever computes one trusts its sizes.
     """
     check_arrays(arrays, len(sampling))
+    uniforms = array("d", draws)
+    if len(uniforms) != len(sampling):
+        raise ValueError(f"{len(sampling)} rows need a draw each, got {len(uniforms)}")
     return pack_batch(
         [np.ravel(arrays[name]).tolist() for name in PARTS],
         table_width=arrays["block_tables"].shape[1],
         sampling=sampling,
-        draws=draws,
+        draws=uniforms,
     )
 
 
@@ -246,8 +249,8 @@ def check_arrays(arrays: Mapping[str, Int32], num_rows: int) -> None:
         **dict.fromkeys(("logit_rows", "targets"), (num_rows,)),
         "query_starts": (num_seqs + 1,),
         "context_lens": (num_seqs,),
-        "block_copies": (len(arrays["block_copies"]), 2),
-        "block_tables": (num_seqs, arrays["block_tables"].shape[-1]),
+        "block_copies": (*(arrays["block_copies"].shape or (1,))[:1], 2),
+        "block_tables": (num_seqs, *(arrays["block_tables"].shape or (1,))[-1:]),
     }
     for name, values in arrays.items():
         if values.shape != shapes[name]:

@@ -78,11 +78,13 @@ class NativeExecutor:
         self, batch: StepBatch, logits: NDArray[np.float32] | None = None
     ) -> tuple[StepResult, NDArray[np.float32]]:
         """`execute`, and the raw logits [R, V] beside it: for tests, which compare their bytes, and
-        for whoever times them, into memory of the caller's own.
+        for whoever times them, into memory of the caller's own. Raises ValueError, too, for memory
+        that does not hold just these.
         """
+        shape = (batch.num_rows, self.spec.model.vocab_size)
         if logits is None:
-            shape = (batch.num_rows, self.spec.model.vocab_size)
             logits = np.empty(shape, dtype=np.float32)
+        check_floats("logits", logits, shape, is_written=True)
         return self._run(batch, logits), logits
 
     def attend(
@@ -102,8 +104,8 @@ class NativeExecutor:
         if not self.is_open:
             raise RuntimeError("this executor was closed")
         shape = (batch.num_tokens, self.spec.model.n_embd)
-        if any(given.shape != shape for given in (q, k, v, out)):
-            raise ValueError(f"q, k, v and out must be {shape}")
+        for name, given in {"q": q, "k": k, "v": v, "out": out}.items():
+            check_floats(name, given, shape, is_written=given is out)
         self.library.check(
             self.library.call.ns_attend,
             self.handle,
@@ -267,6 +269,18 @@ def put_weights(core: Library, handle: int, tensors: Iterable[WeightTensor]) -> 
             cols,
         )
     core.check(core.call.ns_ready, handle)
+
+
+def check_floats(
+    name: str, values: NDArray[np.float32], shape: tuple[int, ...], *, is_written: bool
+) -> None:
+    """Raise ValueError unless the core may take this array: it sees an address and nothing else."""
+    if values.shape != shape or values.dtype != np.float32:
+        raise ValueError(f"{name} must be float32 {shape}, got {values.dtype} {values.shape}")
+    if not values.flags.c_contiguous:
+        raise ValueError(f"{name} must lie without gaps, row after row")
+    if is_written and not values.flags.writeable:
+        raise ValueError(f"{name} is read-only, and would be written")
 
 
 def address_of(values: NDArray[np.generic]) -> int:

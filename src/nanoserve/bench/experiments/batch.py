@@ -16,7 +16,7 @@ from nanoserve.bench.conduct import AAArms, Trial, conduct
 from nanoserve.bench.experiments.ceilings import make_yardsticks
 from nanoserve.bench.experiments.kvcache import Gate, Tokens, measured_ceilings, write
 from nanoserve.bench.findings import ceilings_of
-from nanoserve.bench.formats import check_room, expect_step, format_suffix
+from nanoserve.bench.formats import check_room, expect_step, format_suffix, open_formats
 from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
 from nanoserve.bench.proxies import BatchRecorder
 from nanoserve.bench.record import Record, Run
@@ -177,6 +177,25 @@ def predict_formats(
             for batch in batches
         },
     }
+
+
+def open_format_engines(
+    options: Options, names: Sequence[str], max_num_seqs: int, screen: Screen
+) -> tuple[dict[str, Engine], Record]:
+    """An engine for each format that can run, and what a header says of that: how long it took, and
+    why the others are missing.
+
+    Raises ValueError if the first cannot run.
+    """
+    load_format, remark = weights_at_hand(options)
+    if remark:
+        screen.say(remark)
+    started_s = now_s()
+    engines, gaps = open_formats(options, names, load_format, max_num_seqs)
+    load_s = now_s() - started_s
+    for name, why in gaps.items():
+        screen.say(f"No arms for {name}: {why}")
+    return engines, {"load_s": load_s, "gaps": gaps}
 
 
 def open_batch_engine(options: Options, scale: Scale, screen: Screen) -> Engine:

@@ -18,13 +18,19 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from nanoserve.bench.conduct import AAArms, VoidError, conduct
-from nanoserve.bench.experiments.batch import LEAD, make_trial, prompts_of, taken_step
+from nanoserve.bench.experiments.batch import (
+    LEAD,
+    make_trial,
+    open_format_engines,
+    prompts_of,
+    taken_step,
+)
 from nanoserve.bench.experiments.kvcache import Gate, write
 from nanoserve.bench.findings.neighbour import BESIDE, IDLE, STEPS, step_name
-from nanoserve.bench.formats import FORMATS, open_formats, refuse_formats
-from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s, rest
+from nanoserve.bench.formats import FORMATS, refuse_formats
+from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, rest
 from nanoserve.bench.record import Record, Run
-from nanoserve.bench.session import Options, Screen, require_native, weights_at_hand
+from nanoserve.bench.session import Options, Screen, require_native
 from nanoserve.engine.batch import StepBatch
 from nanoserve.engine.engine import Engine
 from nanoserve.planner.hardware import num_granted_cores
@@ -40,9 +46,12 @@ MAX_LOOP_S = 60
 """Processor seconds after which the system ends a loop whose parent was killed."""
 
 LOOP = (
-    f"import resource as r; r.setrlimit(r.RLIMIT_CPU, ({MAX_LOOP_S}, {MAX_LOOP_S})); "
+    "import resource as r; hard = r.getrlimit(r.RLIMIT_CPU)[1]; "
+    f"most = {MAX_LOOP_S} if hard == r.RLIM_INFINITY else min(hard, {MAX_LOOP_S}); "
+    "r.setrlimit(r.RLIMIT_CPU, (most, most)); "
     "print('busy', flush=True)\nwhile True: pass"
 )
+"""A limit that is lower already may not be raised again."""
 
 Surroundings = Callable[[], AbstractContextManager[object]]
 """What the machine does beside the steps, while the context is open."""
@@ -189,16 +198,9 @@ def measure(options: Options, screen: Screen) -> Run:
     """The whole experiment; its complete run. Raises VoidError for a failed gate or A/A check."""
     refuse_formats(options, "neighbour")
     scale = QUICK if options.quick else FULL
-    load_format, remark = weights_at_hand(options)
-    if remark:
-        screen.say(remark)
-    started_s = now_s()
-    engines, gaps = open_formats(options, scale.formats, load_format, max_num_seqs=1)
-    load_s = now_s() - started_s
+    engines, opened = open_format_engines(options, scale.formats, 1, screen)
     reference = engines[scale.formats[0]]
     require_native(reference, "neighbour")  # the formats, and the goals, are its own
-    for name, why in gaps.items():
-        screen.say(f"No arms for {name}: {why}")
     predicted = predict(engines)
     gate = Gate(is_exact=True)
     groups = []
@@ -207,7 +209,7 @@ def measure(options: Options, screen: Screen) -> Run:
         for name, engine in engines.items():
             groups.append(gated_group(name, engine, scale, gate))
             advance(1.0)
-    header = {"load_s": load_s, "gaps": gaps, **predicted}
+    header = {**opened, **predicted}
     trial = make_trial("neighbour", reference, gate, groups, scale.rules, AA, header)
     weights = ", ".join(FORMATS[name].weights for name in engines)
     return conduct(replace(trial, identity={**trial.identity, "dtype": weights}), options, screen)

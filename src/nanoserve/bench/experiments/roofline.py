@@ -18,20 +18,16 @@ from nanoserve.bench.experiments.batch import (
     batch_name,
     format_arms,
     make_trial,
+    open_format_engines,
     predict_formats,
 )
 from nanoserve.bench.experiments.ceilings import make_yardsticks
 from nanoserve.bench.experiments.kvcache import Gate, measured_ceilings
 from nanoserve.bench.findings import ceilings_of
-from nanoserve.bench.formats import (
-    FORMATS,
-    REFERENCE,
-    open_formats,
-    refuse_formats,
-)
-from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
+from nanoserve.bench.formats import FORMATS, REFERENCE, refuse_formats
+from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch
 from nanoserve.bench.record import Run
-from nanoserve.bench.session import Options, Screen, weights_at_hand
+from nanoserve.bench.session import Options, Screen
 from nanoserve.engine.engine import Engine
 
 QUESTION = "how far from the limit?"
@@ -107,14 +103,7 @@ def measure(options: Options, screen: Screen) -> Run:
     """The whole experiment; its complete run. Raises VoidError for a failed gate or A/A check."""
     refuse_formats(options, "roofline")
     scale = QUICK if options.quick else FULL
-    load_format, remark = weights_at_hand(options)
-    if remark:
-        screen.say(remark)
-    started_s = now_s()
-    engines, gaps = open_formats(options, scale.formats, load_format, max(scale.batches))
-    load_s = now_s() - started_s
-    for name, why in gaps.items():
-        screen.say(f"No arm {name}: {why}")
+    engines, opened = open_format_engines(options, scale.formats, max(scale.batches), screen)
     reference = engines[REFERENCE]
     spec = reference.spec
     yardsticks = make_yardsticks(spec.device, options.threads)
@@ -129,8 +118,7 @@ def measure(options: Options, screen: Screen) -> Run:
             groups.append(gated_group(engines, gates, batch, scale.context, probe))
             advance(float(batch))
     header = {
-        "load_s": load_s,
-        "gaps": gaps,
+        **opened,
         "formats": {
             name: {"weights": FORMATS[name].weights, "kv": FORMATS[name].cache_dtype}
             for name in engines

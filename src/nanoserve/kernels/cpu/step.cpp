@@ -46,12 +46,15 @@ void check_sequences(const NsConfig& config, const NsBatch& batch) {
   require(batch.query_starts[0] == 0 && batch.query_starts[batch.num_seqs] == batch.num_tokens,
           "query_starts must run from 0 to the number of tokens");
   for (int s = 0; s < batch.num_seqs; ++s) {
-    const int num_queries = batch.query_starts[s + 1] - batch.query_starts[s];
-    const int context_len = batch.context_lens[s];
+    const int64_t num_queries = int64_t{batch.query_starts[s + 1]} - batch.query_starts[s];
+    const int64_t context_len = batch.context_lens[s];
     require(num_queries >= 0 && num_queries <= context_len,
             "sequence " + number(s) + " brings " + number(num_queries) +
                 " tokens to a context of " + number(context_len));
-    const int num_blocks = (context_len + config.block_size - 1) / config.block_size;
+    require(context_len <= config.n_positions,
+            "a context of " + number(context_len) + " positions is longer than the model's " +
+                number(config.n_positions));
+    const int64_t num_blocks = (context_len + config.block_size - 1) / config.block_size;
     require_fit(num_blocks <= batch.table_width,
                 "a context of " + number(context_len) + " positions needs " + number(num_blocks) +
                     " blocks of " + number(config.block_size) + ", its block table has " +
