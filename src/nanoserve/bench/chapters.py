@@ -196,6 +196,12 @@ class Chapter(Generic[Findings]):
     notes: Callable[[Findings], str] | None = None
     numbers: Callable[[Findings], dict[str, str]] | None = None
 
+    def filled_tables(self, findings: Findings, *, details: bool = True) -> dict[str, Table]:
+        """By caption; a table without a row is of something that was not measured: left out."""
+        wanted = {**self.tables, **(self.details if details else {})}
+        made = {caption: table(findings) for caption, table in wanted.items()}
+        return {caption: table for caption, table in made.items() if table[1]}
+
 
 KVCACHE: Chapter[KVCacheFindings] = Chapter(
     title="What does the cache buy, and where does it lose?",
