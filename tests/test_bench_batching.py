@@ -13,7 +13,7 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from nanoserve.bench import calibrate as calibrating
 from nanoserve.bench import measure as measuring
-from nanoserve.bench import report, runner, session, traces
+from nanoserve.bench import report, runner, sampler, session, traces
 from nanoserve.bench.batching_plots import (
     batch_scaling_plot,
     draw_batch_scaling,
@@ -38,6 +38,7 @@ from nanoserve.bench.batching_plots import (
 from nanoserve.bench.chapters import CHAPTERS
 from nanoserve.bench.conduct import VoidError
 from nanoserve.bench.experiments import batch, batching, interference, overhead
+from nanoserve.bench.experiments.kvcache import Gate
 from nanoserve.bench.findings.batch import batch_findings, batch_paragraph, batch_table, find_knee
 from nanoserve.bench.findings.batching import (
     batching_findings,
@@ -48,10 +49,14 @@ from nanoserve.bench.findings.batching import (
 )
 from nanoserve.bench.findings.interference import interference_findings, interference_paragraph
 from nanoserve.bench.findings.overhead import (
+    SampledRow,
     end_to_end_table,
     fit_line,
     overhead_findings,
     overhead_paragraph,
+    sampled_text,
+    sampler_sentence,
+    sampler_table,
 )
 from nanoserve.bench.measure import Rules
 from nanoserve.bench.metrics import describe
@@ -80,6 +85,7 @@ from nanoserve.engine.batch import StepBatch, StepResult
 from nanoserve.engine.build import DEFAULT_BATCHED_TOKENS
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.executor import Executor
+from nanoserve.kernels.cpu import library
 from nanoserve.model.hub import BUILT_IN_SHAPES
 from nanoserve.planner.budget import (
     GRAIN,
@@ -92,6 +98,7 @@ from nanoserve.planner.budget import (
 )
 from nanoserve.planner.measured import save_ceilings
 from nanoserve.planner.steptime import Ceilings
+from nanoserve.request import TokenLogprob
 from nanoserve.scheduling.scheduler import Scheduler
 
 QUIET = Screen(quiet=True)
@@ -818,6 +825,127 @@ def test_a_goal_that_is_missed_is_named(overhead_run: Run) -> None:
     assert f"misses its goal in {slow.weights}, {slow.sampling}." in text
     assert end_to_end_table(missed)[1][0][-1] == "missed"
     assert "LLM.generate" not in overhead_paragraph(replace(findings, end_to_end=()))
+
+
+def test_every_way_to_sample_is_timed_row_by_row_on_every_instruction_set(
+    overhead_run: Run,
+) -> None:
+    """A row is two readings of the clock, one tick apart."""
+    findings = overhead_findings(overhead_run)
+    rows, modes = findings.sampled_rows, list(sampler.sampling_modes(100))
+    assert sampler.vector_isas()
+    assert [(row.isa, row.mode) for row in rows] == list(product(sampler.vector_isas(), modes))
+    for row in rows:
+        assert row.row.n == 6 * sampler.NUM_ROWS
+        assert row.row.median == row.p95_s == pytest.approx(1e-6)
+    heads, lines = sampler_table(findings)
+    assert heads == ["sampling", *sampler.vector_isas()]
+    assert lines == [[mode, *["1 / 1"] * len(sampler.vector_isas())] for mode in modes]
+    assert "the promise is about rows of 50,257." in overhead_paragraph(findings)
+
+
+def promised_rows(**medians_us: float) -> list[SampledRow]:
+    """Two modes an instruction set at the size of the promise; the slower one is "all together"."""
+    return [
+        SampledRow(
+            isa=isa,
+            mode=mode,
+            vocab_size=50_257,
+            row=describe([share * median_us / 1e6] * 6),
+            p95_s=None,
+        )
+        for isa, median_us in medians_us.items()
+        for mode, share in (("greedy", 0.5), ("all together", 1.0))
+    ]
+
+
+@pytest.mark.parametrize(
+    "medians_us, verdict",
+    [
+        ({"avx2": 62.0, "avx512": 41.5}, "is kept, with 38.0 µs to spare."),
+        ({"avx2": 100.0}, "is kept, with 0.0 µs to spare."),
+        ({"avx2": 103.2, "avx512": 41.5}, "is not kept: it is missed by 3.2 µs on avx2."),
+        (
+            {"avx2": 120.0, "avx512": 110.0},
+            "is not kept: it is missed by 20.0 µs on avx2, by 10.0 µs on avx512.",
+        ),
+    ],
+)
+def test_the_promise_of_the_sampler_is_judged_by_its_slowest_mode(
+    medians_us: dict[str, float], verdict: str
+) -> None:
+    rows = promised_rows(**medians_us)
+    text = sampler_sentence(rows)
+    assert text.endswith(f" The promise of at most 100 µs {verdict}")
+    slowest = f"{medians_us['avx2']:.0f} µs on avx2 (all together)"
+    assert f"in the slowest of 2 ways to sample and in the median, {slowest}" in text
+    assert all(sampled_text(row).endswith(" / ?") for row in rows)
+
+
+def test_a_record_without_the_sampler_says_nothing_of_it(overhead_run: Run) -> None:
+    """One from before it was timed, or of an executor that is not native."""
+    kept = [r for r in overhead_run.records if "isa" not in r.get("labels", {})]
+    assert len(kept) < len(overhead_run.records)
+    old = Run(header=overhead_run.header, records=tuple(kept))
+    findings = overhead_findings(old)
+    assert findings.sampled_rows == ()
+    assert [point.running for point in findings.points] == [1, 4]
+    told = report.told_runs(CHAPTERS["overhead"], [old])[0]
+    text = report.run_markdown(CHAPTERS["overhead"], told)
+    assert "sampler" not in text
+    assert "Milliseconds a token of one request" in text
+
+
+def test_only_the_native_executor_has_its_sampler_timed(
+    house: Callable[..., None], tmp_path: Path, clock: Clock
+) -> None:
+    clock.tick_ns = 1000
+    house(
+        overhead,
+        running=(1,),
+        with_model=1,
+        model_steps=1,
+        context=4,
+        rules=Rules(warmups=1, dropped_rounds=0, min_rounds=1, max_rounds=1),
+    )
+    findings = overhead_findings(overhead.measure(options_in(tmp_path, executor="eager"), QUIET))
+    assert findings.sampled_rows == findings.end_to_end == ()
+    captions = CHAPTERS["overhead"].filled_tables(findings)
+    assert list(captions) == ["Microseconds of a step in which nothing is computed"]
+
+
+def test_a_sampler_that_draws_another_token_than_the_reference_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = overhead.reference_tokens
+
+    def wrong(*args: Any) -> list[list[TokenLogprob]]:
+        found = right(*args)
+        last = found[-1][-1]  # of a mode with log-probabilities an alternative
+        found[-1][-1] = replace(last, token_id=last.token_id + 1)
+        return found
+
+    assert overhead.sampler_groups(64, Gate(is_exact=False))
+    monkeypatch.setattr(overhead, "reference_tokens", wrong)
+    with pytest.raises(VoidError, match="greedy, token 0: the native sampler emits"):
+        overhead.sampler_groups(64, Gate(is_exact=False))
+
+
+def test_a_core_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(isa: str) -> library.Library:
+        raise library.UnavailableError(f"{isa}: the file is cut short")
+
+    monkeypatch.setattr(library, "load", refuse)
+    with pytest.raises(ValueError, match="sampler cannot be timed: avx2: the file is cut short"):
+        sampler.load_core("avx2")
+
+
+def test_rows_are_the_same_everywhere_and_unlike_one_another() -> None:
+    logits, draws = sampler.make_rows(4000)
+    again, _ = sampler.make_rows(4000)
+    assert logits.tobytes() == again.tobytes()
+    assert logits.std(axis=1) == pytest.approx(np.full(sampler.NUM_ROWS, sampler.SPREAD), rel=0.05)
+    assert len({row.tobytes() for row in logits}) == len(set(draws.tolist())) == sampler.NUM_ROWS
 
 
 def test_nothing_is_left_behind_in_an_engine_whose_executor_was_silenced() -> None:

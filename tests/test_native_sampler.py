@@ -8,9 +8,9 @@ instruction set that this machine has is held to the reference, and to the other
 from __future__ import annotations
 
 import math
-from array import array
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nanoserve.engine.batch import SAMPLED, RowSampling, StepResult
-from nanoserve.engine.native import Answer, RowEncoder, address_of
+from nanoserve.engine.native import PreparedRow
 from nanoserve.engine.sampling import sample
 from nanoserve.kernels.cpu import library
-from nanoserve.kernels.cpu.library import Row
 from nanoserve.request import SamplingParams
 
 ISAS = library.available()
@@ -56,21 +55,16 @@ def reference(case: Case) -> StepResult:
 
 def native(isa: str, case: Case) -> StepResult:
     """The same row through `ns_sample`."""
-    core = library.load(isa)
-    encoder = RowEncoder()  # it keeps what the row points to
-    target = memoryview(array("i", [case.target]))
-    rows = encoder.encode((case.sampling,), target, array("d", [case.draw]))
-    answer = Answer(1, wants_top=True)
-    vocab_size = len(case.logits)
-    status = core.call.ns_sample(
-        address_of(case.logits),
-        vocab_size,
-        case.num_token_ids,
-        Row.from_buffer(rows),
-        answer.result(),
+    row = PreparedRow(
+        library.load(isa),
+        case.logits,
+        case.sampling,
+        case.draw,
+        num_token_ids=case.num_token_ids,
+        target=case.target,
     )
-    assert status == 0
-    return answer.read((case.sampling,), vocab_size)
+    row.draw()
+    return row.read()
 
 
 def check_twin(isa: str, case: Case) -> None:
@@ -275,3 +269,10 @@ def test_logits_are_not_written(isa: str) -> None:
     before = case.logits.tobytes()
     native(isa, case)
     assert case.logits.tobytes() == before
+
+
+def test_a_row_that_the_core_has_no_memory_for_is_an_error() -> None:
+    core: Any = SimpleNamespace(call=SimpleNamespace(ns_sample=lambda *_: 2))
+    row = PreparedRow(core, np.zeros(5, dtype=np.float32), row_of(), 0.5)
+    with pytest.raises(RuntimeError, match=r"could not sample a row \(status 2\)"):
+        row.draw()

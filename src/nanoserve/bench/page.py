@@ -120,8 +120,8 @@ def run_html(section: Section, told: Told) -> str:
     parts += [
         picture_html(told.stem(name), picture, told) for name, picture in chapter.pictures.items()
     ]
-    for caption, table in {**chapter.tables, **chapter.details}.items():
-        parts.append(table_html(caption, table(findings)))
+    for caption, table in chapter.filled_tables(findings).items():
+        parts.append(table_html(caption, table))
     if chapter.notes is not None:
         parts.append(prose(chapter.notes(findings)))
     return "\n".join([*parts, f'<div class="provenance">{prose(provenance(told.run))}</div>'])

@@ -234,8 +234,8 @@ def run_markdown(chapter: Chapter[Any], told: Told) -> str:
         for name, picture in chapter.pictures.items()
     ]
     parts.append(chapter.paragraph(findings) + "\n")
-    for caption, table in {**chapter.tables, **chapter.details}.items():
-        parts += [f"{caption}:\n", markdown_table(table(findings))]
+    for caption, table in chapter.filled_tables(findings).items():
+        parts += [f"{caption}:\n", markdown_table(table)]
     if chapter.notes is not None:
         parts.append(chapter.notes(findings) + "\n")
     return "\n".join([*parts, provenance(told.run) + "\n"])

@@ -85,8 +85,8 @@ class Experiment:
 def show_tables(run: Run, screen: Screen) -> None:
     chapter = CHAPTERS[run.header["experiment"]]
     findings = chapter.conclude(run)
-    for table in chapter.tables.values():
-        screen.show(rich_table(table(findings)))
+    for table in chapter.filled_tables(findings, details=False).values():
+        screen.show(rich_table(table))
 
 
 def show_chapter(run: Run, options: Options, screen: Screen) -> None:

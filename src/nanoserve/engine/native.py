@@ -17,7 +17,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoserve.engine.batch import PARTS, Int32, RowSampling, StepBatch, StepResult, scratch_batch
+from nanoserve.engine.batch import (
+    PARTS,
+    SAMPLED,
+    Int32,
+    RowSampling,
+    StepBatch,
+    StepResult,
+    scratch_batch,
+)
 from nanoserve.engine.executor import ExecutorSpec
 from nanoserve.kernels.cpu import library
 from nanoserve.kernels.cpu.library import MAX_TOP_LOGPROBS, Batch, Config, Library, Result, Row
@@ -417,3 +425,47 @@ class Answer:
             top_logprobs=top,
             finite=self.finite,
         )
+
+
+class PreparedRow:
+    """One row of logits, ready for the core's sampler alone: for tests, and for whoever times it.
+
+    The logits [V] are read where they lie, at every `draw`. Ids from `num_token_ids` on (None:
+    no such ids) are never drawn; with a `target` that token is scored instead.
+    """
+
+    def __init__(
+        self,
+        core: Library,
+        logits: NDArray[np.float32],
+        sampling: RowSampling,
+        draw: float,
+        *,
+        num_token_ids: int | None = None,
+        target: int = SAMPLED,
+    ) -> None:
+        (vocab_size,) = logits.shape
+        self._logits, self._sampling = logits, sampling
+        self._encoder = RowEncoder()  # it keeps what the row points to
+        rows = self._encoder.encode(
+            (sampling,), memoryview(array("i", [target])), array("d", [draw])
+        )
+        self._answer = Answer(1, wants_top=self._encoder.wants_top)
+        self._function = core.call.ns_sample
+        self._arguments = (
+            address_of(logits),
+            vocab_size,
+            vocab_size if num_token_ids is None else num_token_ids,
+            Row.from_buffer(rows),
+            self._answer.result(),
+        )
+
+    def draw(self) -> None:
+        """The one call, on this thread. Raises RuntimeError where the core has no memory for it."""
+        status = self._function(*self._arguments)
+        if status:
+            raise RuntimeError(f"the core could not sample a row (status {status})")
+
+    def read(self) -> StepResult:
+        """What was drawn last, in the memory that the next `draw` writes to."""
+        return self._answer.read((self._sampling,), len(self._logits))

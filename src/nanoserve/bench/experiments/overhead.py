@@ -5,7 +5,8 @@ alone (schedule, build the batch, commit), and whole steps of the engine, which 
 decodes text and keeps its log. Then the real executor is put back and timed from inside the same
 steps: the share of the wall time in which the model works. And where the executor is native, one
 request through `LLM.generate` against its bare steps, in each format of the weights: what a token
-costs a user beside the step, greedy and drawn. One loop runs twice (A/A).
+costs a user beside the step, greedy and drawn; and rows of logits through the native sampler alone,
+on one thread, for each way of sampling and instruction set. One loop runs twice (A/A).
 """
 
 from __future__ import annotations
@@ -20,6 +21,16 @@ from nanoserve.bench.experiments.kvcache import Gate, write
 from nanoserve.bench.measure import Arm, Group, Rules, Stopwatch, now_s
 from nanoserve.bench.proxies import BatchRecorder, SilentExecutor, TimedExecutor
 from nanoserve.bench.record import Run
+from nanoserve.bench.sampler import (
+    load_core,
+    make_rows,
+    native_tokens,
+    prepare_rows,
+    reference_tokens,
+    rows_arm,
+    sampling_modes,
+    vector_isas,
+)
 from nanoserve.bench.session import Options, Screen, open_engine, weights_at_hand
 from nanoserve.bench.traces import Length
 from nanoserve.bench.workload import prompt_token_ids
@@ -238,6 +249,28 @@ def engines_by_weights(
     return engines
 
 
+def sampler_groups(vocab_size: int, gate: Gate) -> list[Group]:
+    """The native sampler on each vector instruction set of this machine, one arm for each mode.
+
+    Each must draw what the reference sampler draws, and name the same alternatives: VoidError else.
+    """
+    logits, draws = make_rows(vocab_size)
+    modes = sampling_modes(vocab_size)
+    wanted = {name: reference_tokens(logits, draws, mode) for name, mode in modes.items()}
+    groups = []
+    for isa in vector_isas():
+        core = load_core(isa)
+        arms: dict[str, Arm] = {}
+        for name, mode in modes.items():
+            prepared = prepare_rows(core, logits, draws, mode)
+            names = ("the native sampler", "the reference")
+            gate.compare(f"{isa}, {name}", native_tokens(prepared), wanted[name], names=names)
+            arms[name] = rows_arm(prepared)
+        labels = {"isa": isa, "vocab_size": vocab_size}
+        groups.append(Group(name=f"native sampler, {isa}", arms=arms, labels=labels))
+    return groups
+
+
 def pass_gate(engine: Engine, gate: Gate, prompts: Sequence[Sequence[int]]) -> None:
     """The engine must emit the same tokens with and without the stopwatch in its executor."""
     written = write(engine, prompts, 4, num_logprobs=gate.num_logprobs)
@@ -266,5 +299,7 @@ def measure(options: Options, screen: Screen) -> Run:
         pass_gate(one, gate, [prompt_token_ids(16, vocab_size, i) for i in range(4)])
     groups = make_groups(engine, scale)
     groups += [end_to_end_group(e, name, scale.num_tokens) for name, e in engines.items()]
+    if engine.spec.executor == "native":
+        groups += sampler_groups(vocab_size, gate)
     trial = make_trial("overhead", engine, gate, groups, scale.rules, AA, {"load_s": load_s})
     return conduct(trial, options, screen)

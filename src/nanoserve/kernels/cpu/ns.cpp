@@ -164,7 +164,13 @@ NS_EXPORT int64_t ns_scratch_bytes(NsModel* model) {
 NS_EXPORT int ns_sample(const float* logits, int32_t vocab_size, int32_t num_token_ids,
                         const NsRow* row, NsResult* result) {
   return guarded(nullptr, 0, [&] {
-    ns::Sampler(vocab_size).sample(logits, num_token_ids, *row, 0, *result);
+    // As a model's threads do, this one keeps its scratch: filling it costs more than a greedy row.
+    static thread_local std::unique_ptr<ns::Sampler> kept;
+    std::unique_ptr<ns::Sampler> sampler = std::move(kept);  // lost if it fails midway
+    if (!sampler || sampler->vocab_size() != vocab_size)
+      sampler = std::make_unique<ns::Sampler>(vocab_size);
+    sampler->sample(logits, num_token_ids, *row, 0, *result);
+    kept = std::move(sampler);
   });
 }
 

@@ -142,7 +142,8 @@ int64_t ns_weights_bytes(NsModel* model);
 int64_t ns_cache_bytes(NsModel* model);    // reserved; a page is touched when first written
 int64_t ns_scratch_bytes(NsModel* model);  // buffers of the largest step so far
 
-// One row of logits [V] through the sampler, for its tests; the arrays of `result` have one row.
+// One row of logits [V] through the sampler, for its tests and for whoever times it; the arrays of
+// `result` have one row. The calling thread keeps the scratch memory of its last vocabulary.
 int ns_sample(const float* logits, int32_t vocab_size, int32_t num_token_ids, const NsRow* row,
               NsResult* result);
 

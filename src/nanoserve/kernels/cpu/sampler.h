@@ -122,6 +122,8 @@ class Sampler {
         block_weights_(num_blocks(vocab_size)), near_starts_(num_blocks(vocab_size) + 1),
         places_(vocab_size + 8), ids_(vocab_size), counts_(vocab_size, 0) {}
 
+  int32_t vocab_size() const { return vocab_size_; }
+
   int64_t nbytes() const {
     return 8 * int64_t(values_.size() + maxima_.size() + near_values_.size() + weights_.size() +
                        side_values_.size() + side_weights_.size() + block_weights_.size()) +
