@@ -517,6 +517,27 @@ def test_memory_that_does_not_hold_the_logits_is_refused(
     assert {ours.tobytes()} == set(noted.seen.values())
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_layout": "recompute"}, {"dtype": "bfloat16"}], ids=str
+)
+def test_logits_alone_are_the_bytes_of_the_whole_step(options: dict[str, Any]) -> None:
+    """Of 150 positions: sampled rows are computed 64 at a time, others all at once."""
+    noted = Noted(tiny_model(), max_num_batched_tokens=256, **options)
+    run(noted.engine, [prompt_of(150)], greedy(1, prompt_logprobs=0))
+    executor = executor_of(noted.engine)
+    step = noted.batches[0]
+    assert step.num_rows > 128
+    _, logits = executor.execute_with_logits(step)
+    alone = np.full_like(logits, np.nan)
+    assert executor.compute_logits(step, alone) is alone
+    assert alone.tobytes() == logits.tobytes() == executor.compute_logits(step).tobytes()
+    with pytest.raises(ValueError, match="must be float32"):
+        executor.compute_logits(step, alone[:-1])
+    executor.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.compute_logits(step)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_rows_that_attention_cannot_take_are_refused(name: str) -> None:
     noted = Noted(tiny_model())

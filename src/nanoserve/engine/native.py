@@ -89,11 +89,23 @@ class NativeExecutor:
         for whoever times them, into memory of the caller's own. Raises ValueError, too, for memory
         that does not hold just these.
         """
-        shape = (batch.num_rows, self.spec.model.vocab_size)
-        if logits is None:
-            logits = np.empty(shape, dtype=np.float32)
-        check_floats("logits", logits, shape, is_written=True)
+        logits = self._room_for_logits(batch, logits)
         return self._run(batch, logits), logits
+
+    def compute_logits(
+        self, batch: StepBatch, logits: NDArray[np.float32] | None = None
+    ) -> NDArray[np.float32]:
+        """The raw logits [R, V] of a step, the bytes of `execute_with_logits`; no row is sampled.
+
+        For whoever wants logits of every position. Raises as `execute_with_logits` does.
+        """
+        logits = self._room_for_logits(batch, logits)
+        batch = self._runnable(batch)
+        only = Result(None, None, None, None, None, address_of(logits))
+        self.library.check(
+            self.library.call.ns_step, self.handle, core_batch(batch, array("d")), only
+        )
+        return logits
 
     def attend(
         self,
@@ -121,11 +133,23 @@ class NativeExecutor:
             *map(address_of, (q, k, v, out)),
         )
 
-    def _run(self, batch: StepBatch, logits: NDArray[np.float32] | None) -> StepResult:
+    def _room_for_logits(
+        self, batch: StepBatch, logits: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        shape = (batch.num_rows, self.spec.model.vocab_size)
+        if logits is None:
+            logits = np.empty(shape, dtype=np.float32)
+        check_floats("logits", logits, shape, is_written=True)
+        return logits
+
+    def _runnable(self, batch: StepBatch) -> StepBatch:
+        """With blocks, where the layout has none of its own."""
         if not self.is_open:
             raise RuntimeError("this executor was closed")
-        if self._gives_blocks:
-            batch = self._give_blocks(batch)
+        return self._give_blocks(batch) if self._gives_blocks else batch
+
+    def _run(self, batch: StepBatch, logits: NDArray[np.float32] | None) -> StepResult:
+        batch = self._runnable(batch)
         first, stop = batch.starts[TARGETS : TARGETS + 2]
         targets = memoryview(batch.integers)[first:stop]
         rows = self._rows.encode(batch.sampling, targets, batch.uniforms)

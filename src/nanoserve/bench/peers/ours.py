@@ -1,7 +1,8 @@
 """nanoserve as a peer among others: its executors, step by step, without scheduler or engine.
 
 Steps are what the engine would ask for: the paged cache in its blocks of 16, one `StepBatch` each.
-They end with the token drawn, where others stop at the logits.
+They end with the token drawn, where others stop at the logits; only a prefill with all logits stops
+there too.
 """
 
 from __future__ import annotations
@@ -101,11 +102,9 @@ class OwnPeer(SteppingPeer):
         return range(first, self._next_block)
 
     def logits(self, prompt: Tokens) -> Floats:
-        return self.executed_with_logits(
-            OwnSequences(self, 1).batch([prompt], num_rows=len(prompt))
-        )
+        return self.computed_logits(OwnSequences(self, 1).batch([prompt], num_rows=len(prompt)))
 
-    def executed_with_logits(self, step: StepBatch) -> Floats:
+    def computed_logits(self, step: StepBatch) -> Floats:
         """Raw logits [R, V], in memory that is kept for the next call. Raises UnsupportedError on
         an executor that keeps them to itself.
         """
@@ -114,15 +113,15 @@ class OwnPeer(SteppingPeer):
         shape = (step.num_rows, self.vocab_size)
         if self._logits is None or self._logits.shape != shape:
             self._logits = np.empty(shape, dtype=np.float32)
-        return self.executor.execute_with_logits(step, self._logits)[1]
+        return self.executor.compute_logits(step, self._logits)
 
     def prefill_arm(self, cell: Cell) -> Arm:
         (prompt,) = cell.prompts(self.vocab_size)
         num_rows = len(prompt) if cell.all_logits else 1
         step = OwnSequences(self, 1).batch([prompt], num_rows=num_rows)
         if cell.all_logits:
-            self.executed_with_logits(step)
-            return timed_prefill(lambda: None, lambda: self.executed_with_logits(step))
+            self.computed_logits(step)
+            return timed_prefill(lambda: None, lambda: self.computed_logits(step))
         return timed_prefill(lambda: None, lambda: self.executor.execute(step))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 ISA_VARIABLE = "NANOSERVE_CPU_ISA"
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_TOP_LOGPROBS = 64
 FOLDER = Path(__file__).parent
 

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define NS_ABI_VERSION 3
+#define NS_ABI_VERSION 4
 #define NS_MAX_TOP_LOGPROBS 64
 
 enum NsStatus { NS_OK = 0, NS_INVALID = 1, NS_NO_MEMORY = 2, NS_CACHE_FULL = 3 };
@@ -103,12 +103,12 @@ typedef struct {
   const int32_t* block_tables;  // [S][table_width]
   const int32_t* logit_rows;    // [R]
   const int32_t* block_copies;  // [num_copies][2] source, destination; done before any append
-  const NsRow* rows;            // [R]
+  const NsRow* rows;            // [R]; may be NULL if nothing is sampled
 } NsBatch;
 
 // Written by a step; the caller owns the arrays. Log-probabilities are NaN where none was asked.
 typedef struct {
-  int32_t* token_ids;    // [R]
+  int32_t* token_ids;    // [R], or NULL: nothing is sampled, and only `logits` is written
   double* logprobs;      // [R]
   uint8_t* finite;       // [R]
   int32_t* top_ids;      // [R][NS_MAX_TOP_LOGPROBS], best first; may be NULL if no row asks

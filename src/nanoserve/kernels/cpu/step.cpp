@@ -14,7 +14,7 @@ namespace ns {
 namespace {
 
 constexpr int kSliceRows = 512;   // token rows in flight: activations stay in the caches
-constexpr int kLogitRows = 64;    // rows of logits held at once
+constexpr int kLogitRows = 64;    // rows of logits computed before they are sampled
 constexpr int kRowsPerChunk = 8;  // of a pass over rows
 constexpr int kSerialAppend = 8;  // up to so many rows are appended by the caller's thread
 
@@ -67,19 +67,26 @@ void check_sequences(const NsConfig& config, const NsBatch& batch) {
   }
 }
 
+bool samples(const NsResult& result) { return result.token_ids != nullptr; }
+
+void check_sampling(const NsConfig& config, const NsRow& row, int r, const NsResult& result) {
+  require(row.target < config.vocab_size,
+          "target " + number(row.target) + " is outside the vocabulary");
+  require(row.num_logprobs <= NS_MAX_TOP_LOGPROBS,
+          "at most " + number(NS_MAX_TOP_LOGPROBS) + " log-probabilities a row, got " +
+              number(row.num_logprobs));
+  require(row.num_logprobs <= 0 || (result.top_ids && result.top_logprobs),
+          "row " + number(r) + " asks for log-probabilities, but there is no room for them");
+}
+
 void check_rows(const NsConfig& config, const NsBatch& batch, const NsResult& result) {
+  require(samples(result) || result.logits || batch.num_rows == 0,
+          "there is room neither for tokens nor for logits");
   for (int r = 0; r < batch.num_rows; ++r) {
-    const NsRow& row = batch.rows[r];
     require(batch.logit_rows[r] >= 0 && batch.logit_rows[r] < batch.num_tokens,
             "logits of row " + number(batch.logit_rows[r]) + " are asked for, the step has " +
                 number(batch.num_tokens));
-    require(row.target < config.vocab_size,
-            "target " + number(row.target) + " is outside the vocabulary");
-    require(row.num_logprobs <= NS_MAX_TOP_LOGPROBS,
-            "at most " + number(NS_MAX_TOP_LOGPROBS) + " log-probabilities a row, got " +
-                number(row.num_logprobs));
-    require(row.num_logprobs <= 0 || (result.top_ids && result.top_logprobs),
-            "row " + number(r) + " asks for log-probabilities, but there is no room for them");
+    if (samples(result)) check_sampling(config, batch.rows[r], r, result);
   }
 }
 
@@ -123,12 +130,14 @@ void lay_out(Arena& arena, const Model& model, int num_tokens, int num_rows, Buf
   buffers.attention = arena.take<uint8_t>(buffers.attention_bytes * model.pool->num_threads());
 }
 
+int tokens_at_once(const NsBatch& batch) { return std::min(batch.num_tokens, kSliceRows); }
+
 void grow_buffers(Model& model, const NsBatch& batch) {
   int longest = 1;
   for (int s = 0; s < batch.num_seqs; ++s) longest = std::max(longest, batch.context_lens[s]);
   Buffers sized;
   sized.attention_bytes = align_up(attend_scratch_bytes(*model.cache, longest), 64);
-  const int num_tokens = std::min(batch.num_tokens, kSliceRows);
+  const int num_tokens = tokens_at_once(batch);
   Arena counted(nullptr);
   lay_out(counted, model, num_tokens, batch.num_rows, sized);
   if (counted.used() > model.buffers.memory.size()) {
@@ -414,11 +423,13 @@ void run_step(Model& model, const NsBatch& batch, const NsResult& result) {
     model.cache->copy_block(batch.block_copies[2 * i], batch.block_copies[2 * i + 1]);
   for (int first = 0; first < batch.num_tokens; first += kSliceRows)
     Slice(model, batch, first, std::min(kSliceRows, batch.num_tokens - first)).run();
-  for (int first = 0; first < batch.num_rows; first += kLogitRows) {
-    const int count = std::min(kLogitRows, batch.num_rows - first);
+  // Nobody reads what is not sampled: then as many rows as buffers hold share a reading of the head.
+  const int most = samples(result) ? kLogitRows : std::max(kLogitRows, tokens_at_once(batch));
+  for (int first = 0; first < batch.num_rows; first += most) {
+    const int count = std::min(most, batch.num_rows - first);
     const Output logits = logits_output(model, result, first);
     compute_logits(model, first, count, logits);
-    sample_rows(model, batch, result, first, count, logits);
+    if (samples(result)) sample_rows(model, batch, result, first, count, logits);
   }
 }
 
