@@ -2,7 +2,7 @@
 //
 // For a query that sees N keys, with q' = q * scale rounded once:
 //
-//   s[t] = q' . k[t]            one lane a key: blocks of 256 d, fused and ascending, added in order
+//   s[t] = q' . k[t]            one lane a key: blocks of 256 d, fused, ascending, added in order
 //   p[t] = exp(s[t] - max s)    lanes beyond N are exact zeros
 //   l    = sum of p             lane i adds p[i], p[16 + i], ... in order; then `reduce_add`
 //   o[d] = sum of p[t] v[t][d]  blocks of 256 t, fused and ascending, added in order; times 1 / l
@@ -10,9 +10,9 @@
 // Nothing in it knows of other queries, of blocks or of tiles: a query alone, in a prefill and in
 // any layout gives the same bits. Tiles below decide speed only.
 //
-// bf16 multiplies pairs: q' and p[t] are rounded to bf16 as well, d and t go two at a time, the odd one
-// first (docs/EXACTNESS.md); the last of an odd number is paired with zero. l is a sum of the p[t]
-// before they are rounded.
+// bf16 multiplies pairs: q' and p[t] are rounded to bf16 as well, d and t go two at a time, the odd
+// one first (docs/EXACTNESS.md); the last of an odd number is paired with zero. l is a sum of the
+// p[t] before they are rounded.
 //
 // int8 multiplies integers, so its sums are exact in any order. A query is two signed bytes a value
 // (q' = unit * (128 high + low)); so are the weights p[t] * scale of v[t] (unit * (256 high + low),
@@ -195,7 +195,7 @@ class KvTiles {
   const TilePlace* places_;
 };
 
-// Keys, values and sums as floats, whatever format they are stored in.
+// fp32 and fp16 keys and values: products and sums of floats.
 template <class Kv>
 class FloatMath {
  public:
@@ -216,9 +216,9 @@ class FloatMath {
             load_first(q + d, std::min(kLanes, head_size_ - d)) * splat(scale));
   }
 
-  // Calls multiply(elements, tiles) with tiles [tile_rows][row_size] in the form that `num_queries`
-  // multiply best: many of them as floats that were converted once instead of every few queries. The
-  // values are the same.
+  // Calls multiply(elements, tiles) with tiles [tile_rows][row_size] in the form that suits
+  // `num_queries`: for many, floats that were converted once, not every few queries. The values are
+  // the same.
   template <class Multiply>
   void with_tiles(const Stored* const* tiles, int num_tiles, int tile_rows, int row_size,
                   int num_queries, Multiply multiply) {
@@ -331,11 +331,11 @@ class FloatMath {
 
   const int head_size_, padded_head_;
   float *q_, *mixed_;  // [kQueryChunk][D']
-  float* widened_;     // tiles as floats, up to [kBlockK][D']
+  float* widened_;     // fp16: tiles as floats, up to [kBlockK][D']
 };
 
-// Two rows of 16-bit values as pairs, `column` being the first of sixteen; `odd` false: the second
-// row is zero, whatever is there. As stored, or two rows woven into one beforehand.
+// Pairs of rows `row` (even) and `row + 1`, sixteen columns from `column` on. `odd` false: no second
+// row counts, whatever is there; zero stands for it. From rows as stored, or woven beforehand.
 struct StoredRows {
   static Pairs pair(const uint16_t* tile, int row, int row_size, int column, bool odd) {
     const uint16_t* even = tile + row * row_size + column;
@@ -352,7 +352,7 @@ struct WovenRows {
 // bf16 keys and values, with queries and weights rounded to bf16: two products in one.
 class PairMath {
  public:
-  static constexpr int kRows = 4;
+  static constexpr int kRows = 4;  // queries of a register tile
 
   PairMath(const KvCache& cache, int padded_context, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head), context_(padded_context),
@@ -386,8 +386,8 @@ class PairMath {
     multiply(WovenRows{}, woven);
   }
 
-  template <int kCount, class Elements>
-  void score(Elements, int row, const uint16_t* const* tiles, int /*first_tile*/, float* scores,
+  template <int kCount, class Rows>
+  void score(Rows, int row, const uint16_t* const* tiles, int /*first_tile*/, float* scores,
              size_t stride) const {
     const uint16_t* q = q_ + row * padded_head_;
     for (int block = 0; block < head_size_; block += kBlockK) {
@@ -397,7 +397,7 @@ class PairMath {
       auto add_pair = [&](int d, bool odd) {
         Pairs key[kKeyTiles];
 #pragma GCC unroll 4
-        for (int t = 0; t < kKeyTiles; ++t) key[t] = Elements::pair(tiles[t], d, kLanes, 0, odd);
+        for (int t = 0; t < kKeyTiles; ++t) key[t] = Rows::pair(tiles[t], d, kLanes, 0, odd);
 #pragma GCC unroll 4
         for (int m = 0; m < kCount; ++m) {
           const Pairs x = splat_pair(q + m * padded_head_ + d);
@@ -423,14 +423,14 @@ class PairMath {
   }
 
   // See FloatMath.
-  template <int kCount, class Elements, class Fetch>
-  void mix(Elements, int row, const uint16_t* const* tiles, int first, int seen, const float*,
+  template <int kCount, class Rows, class Fetch>
+  void mix(Rows, int row, const uint16_t* const* tiles, int first, int seen, const float*,
            size_t, Fetch fetch) {
     int d = 0;
     for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<Elements, kCount, 4>(row, d, tiles, first, seen, fetch);
+      mix_vectors<Rows, kCount, 4>(row, d, tiles, first, seen, fetch);
     for (; d < padded_head_; d += kLanes)
-      mix_vectors<Elements, kCount, 1>(row, d, tiles, first, seen, fetch);
+      mix_vectors<Rows, kCount, 1>(row, d, tiles, first, seen, fetch);
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -438,14 +438,14 @@ class PairMath {
   }
 
  private:
-  template <class Elements, int kCount, int kVectors, class Fetch>
+  template <class Rows, int kCount, int kVectors, class Fetch>
   void mix_vectors(int row, int d, const uint16_t* const* tiles, int first, int seen, Fetch fetch) {
     F32 sum[kCount][kVectors];
     for (auto& query : sum)
       for (F32& lanes : query) lanes = zero();
     const uint16_t* weights = weights_ + row * static_cast<size_t>(context_) + first;
     auto value = [&](int t, int c, bool odd) {
-      return Elements::pair(tiles[t / kLanes], t % kLanes, padded_head_, d + c * kLanes, odd);
+      return Rows::pair(tiles[t / kLanes], t % kLanes, padded_head_, d + c * kLanes, odd);
     };
     const int shared = std::max(0, std::min(kBlockK, seen - first)) / 2 * 2;
     const int end = std::min(kBlockK, seen + kCount - 1 - first);
@@ -487,7 +487,7 @@ class PairMath {
 // Keys and values as bytes; queries and weights as two bytes each.
 class Int8Math {
  public:
-  static constexpr int kRows = 2;
+  static constexpr int kRows = 2;  // queries of a register tile
 
   Int8Math(const KvCache& cache, int padded_context, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head), context_(padded_context),
@@ -754,7 +754,8 @@ class ChunkAttention {
                                      scores_of(row) + first * kLanes, context_);
         });
       };
-      math_.with_tiles(keys, kKeyTiles, Kv::key_units(cache_.head_size), kLanes, count_, score_rows);
+      const int num_units = Kv::key_units(cache_.head_size);
+      math_.with_tiles(keys, kKeyTiles, num_units, kLanes, count_, score_rows);
     }
   }
 
