@@ -204,9 +204,10 @@ class FloatMath {
 
   FloatMath(const KvCache& cache, int /*padded_context*/, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head),
-        q_(arena.take<float>(kQueryChunk * cache.padded_head)),
-        mixed_(arena.take<float>(kQueryChunk * cache.padded_head)),
-        widened_(arena.take<float>(kIsWide ? 0 : kBlockK * cache.padded_head)) {}
+        q_(arena.take<float>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        mixed_(arena.take<float>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        widened_(arena.take<float>(static_cast<size_t>(kIsWide ? 0 : kBlockK) *
+                                   cache.padded_head)) {}
 
   void begin(const KvTiles<Kv>&, int /*num_tiles*/) {}
 
@@ -356,10 +357,10 @@ class PairMath {
 
   PairMath(const KvCache& cache, int padded_context, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head), context_(padded_context),
-        q_(arena.take<uint16_t>(kQueryChunk * cache.padded_head)),
-        weights_(arena.take<uint16_t>(kQueryChunk * static_cast<size_t>(padded_context))),
-        mixed_(arena.take<float>(kQueryChunk * cache.padded_head)),
-        woven_(arena.take<uint16_t>(kBlockK * cache.padded_head)) {}
+        q_(arena.take<uint16_t>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        weights_(arena.take<uint16_t>(static_cast<size_t>(kQueryChunk) * padded_context)),
+        mixed_(arena.take<float>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        woven_(arena.take<uint16_t>(static_cast<size_t>(kBlockK) * cache.padded_head)) {}
 
   void begin(const KvTiles<Bfloat16Kv>&, int /*num_tiles*/) {}
 
@@ -491,13 +492,13 @@ class Int8Math {
 
   Int8Math(const KvCache& cache, int padded_context, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head), context_(padded_context),
-        q_(arena.take<int8_t>(2 * kQueryChunk * cache.padded_head)),
+        q_(arena.take<int8_t>(static_cast<size_t>(2 * kQueryChunk) * cache.padded_head)),
         queries_(arena.take<Query>(kQueryChunk)),
         key_scales_(arena.take<float>(padded_context)),
         value_scales_(arena.take<float>(padded_context)),
-        weights_(arena.take<uint8_t>(2 * kQueryChunk * static_cast<size_t>(padded_context))),
+        weights_(arena.take<uint8_t>(static_cast<size_t>(2 * kQueryChunk) * padded_context)),
         weight_units_(arena.take<float>(kQueryChunk)),
-        mixed_(arena.take<int32_t>(2 * kQueryChunk * cache.padded_head)) {}
+        mixed_(arena.take<int32_t>(static_cast<size_t>(2 * kQueryChunk) * cache.padded_head)) {}
 
   void begin(const KvTiles<Int8Kv>& tiles, int num_tiles) {
     for (int tile = 0; tile < num_tiles; ++tile) {
@@ -703,10 +704,10 @@ class ChunkAttention {
   ChunkAttention(const KvCache& cache, int max_context, Arena arena)
       : cache_(cache), context_(round_up(max_context, kSpan) + kLanes), arena_(arena),
         math_(cache, context_, arena_),
-        scores_(arena_.take<float>(kQueryChunk * static_cast<size_t>(context_))),
+        scores_(arena_.take<float>(static_cast<size_t>(kQueryChunk) * context_)),
         inverse_sums_(arena_.take<float>(kQueryChunk)),
-        key_staging_(arena_.take<KeyUnit>(kSpan * cache.head_size)),
-        value_staging_(arena_.take<Stored>(kBlockK * cache.padded_head)),
+        key_staging_(arena_.take<KeyUnit>(static_cast<size_t>(kSpan) * cache.head_size)),
+        value_staging_(arena_.take<Stored>(static_cast<size_t>(kBlockK) * cache.padded_head)),
         places_(arena_.take<TilePlace>(context_ / kLanes)) {}
 
   size_t scratch_bytes() const { return arena_.used(); }
