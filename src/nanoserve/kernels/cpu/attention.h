@@ -195,6 +195,23 @@ class KvTiles {
   const TilePlace* places_;
 };
 
+// Adds one block's sum to the total; the first one's becomes the total.
+inline void add_block(float* total, F32 sum, bool is_first) {
+  store(total, is_first ? sum : load(total) + sum);
+}
+inline void add_block(int32_t* total, I32 sum, bool is_first) {
+  store_i32(total, is_first ? sum : load_i32(total) + sum);
+}
+
+// Calls visit(number, d) for all columns of a head: `number` vectors of them at once, from d on.
+template <class Visit>
+inline void each_columns(int padded_head, Visit visit) {
+  int d = 0;
+  for (; d + 4 * kLanes <= padded_head; d += 4 * kLanes)
+    visit(std::integral_constant<int, 4>{}, d);
+  for (; d < padded_head; d += kLanes) visit(std::integral_constant<int, 1>{}, d);
+}
+
 // fp32 and fp16 keys and values: products and sums of floats.
 template <class Kv>
 class FloatMath {
@@ -256,10 +273,8 @@ class FloatMath {
         }
       }
       for (int m = 0; m < kCount; ++m)
-        for (int t = 0; t < kKeyTiles; ++t) {
-          float* total = scores + m * stride + t * kLanes;
-          store(total, block == 0 ? sum[m][t] : load(total) + sum[m][t]);
-        }
+        for (int t = 0; t < kKeyTiles; ++t)
+          add_block(scores + m * stride + t * kLanes, sum[m][t], block == 0);
     }
   }
 
@@ -270,11 +285,9 @@ class FloatMath {
   template <int kCount, class Elements, class Fetch>
   void mix(Elements, int row, const typename Elements::Stored* const* tiles, int first, int seen,
            const float* weights, size_t stride, Fetch fetch) {
-    int d = 0;
-    for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<Elements, kCount, 4>(row, d, tiles, first, seen, weights, stride, fetch);
-    for (; d < padded_head_; d += kLanes)
-      mix_vectors<Elements, kCount, 1>(row, d, tiles, first, seen, weights, stride, fetch);
+    each_columns(padded_head_, [&](auto vectors, int d) {
+      mix_vectors<Elements, kCount, vectors>(row, d, tiles, first, seen, weights, stride, fetch);
+    });
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -319,10 +332,8 @@ class FloatMath {
         }
     }
     for (int m = 0; m < kCount; ++m)
-      for (int c = 0; c < kVectors; ++c) {
-        float* total = mixed_ + (row + m) * padded_head_ + d + c * kLanes;
-        store(total, first == 0 ? sum[m][c] : load(total) + sum[m][c]);
-      }
+      for (int c = 0; c < kVectors; ++c)
+        add_block(mixed_ + (row + m) * padded_head_ + d + c * kLanes, sum[m][c], first == 0);
   }
 
   template <class Element>
@@ -411,10 +422,8 @@ class PairMath {
       for (; d + 1 < end; d += 2) add_pair(d, true);
       if (d < end) add_pair(d, false);
       for (int m = 0; m < kCount; ++m)
-        for (int t = 0; t < kKeyTiles; ++t) {
-          float* total = scores + m * stride + t * kLanes;
-          store(total, block == 0 ? sum[m][t] : load(total) + sum[m][t]);
-        }
+        for (int t = 0; t < kKeyTiles; ++t)
+          add_block(scores + m * stride + t * kLanes, sum[m][t], block == 0);
     }
   }
 
@@ -427,11 +436,9 @@ class PairMath {
   template <int kCount, class Rows, class Fetch>
   void mix(Rows, int row, const uint16_t* const* tiles, int first, int seen, const float*,
            size_t, Fetch fetch) {
-    int d = 0;
-    for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<Rows, kCount, 4>(row, d, tiles, first, seen, fetch);
-    for (; d < padded_head_; d += kLanes)
-      mix_vectors<Rows, kCount, 1>(row, d, tiles, first, seen, fetch);
+    each_columns(padded_head_, [&](auto vectors, int d) {
+      mix_vectors<Rows, kCount, vectors>(row, d, tiles, first, seen, fetch);
+    });
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -472,10 +479,8 @@ class PairMath {
         for (int c = 0; c < kVectors; ++c) sum[m][c] = dot(sum[m][c], p, value(t, c, left > 1));
       }
     for (int m = 0; m < kCount; ++m)
-      for (int c = 0; c < kVectors; ++c) {
-        float* total = mixed_ + (row + m) * padded_head_ + d + c * kLanes;
-        store(total, first == 0 ? sum[m][c] : load(total) + sum[m][c]);
-      }
+      for (int c = 0; c < kVectors; ++c)
+        add_block(mixed_ + (row + m) * padded_head_ + d + c * kLanes, sum[m][c], first == 0);
   }
 
   const int head_size_, padded_head_, context_;
@@ -589,11 +594,9 @@ class Int8Math {
   void mix(Int8Kv, int row, const int8_t* const* tiles, int first, int seen, const float*, size_t,
            Fetch fetch) {
     const int count = std::min(kBlockK, seen + kCount - 1 - first);
-    int d = 0;
-    for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<kCount, 4>(row, d, tiles, first, count, fetch);
-    for (; d < padded_head_; d += kLanes)
-      mix_vectors<kCount, 1>(row, d, tiles, first, count, fetch);
+    each_columns(padded_head_, [&](auto vectors, int d) {
+      mix_vectors<kCount, vectors>(row, d, tiles, first, count, fetch);
+    });
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -645,13 +648,9 @@ class Int8Math {
     for (int m = 0; m < kCount; ++m)
       for (int c = 0; c < kVectors; ++c) {
         int32_t* total = mixed_ + 2 * (row + m) * padded_head_ + d + c * kLanes;
-        add_to(total, high[m][c], first);
-        add_to(total + padded_head_, low[m][c], first);
+        add_block(total, high[m][c], first == 0);
+        add_block(total + padded_head_, low[m][c], first == 0);
       }
-  }
-
-  static void add_to(int32_t* total, I32 sum, int first) {
-    store_i32(total, first == 0 ? sum : load_i32(total) + sum);
   }
 
   const int head_size_, padded_head_, context_;
