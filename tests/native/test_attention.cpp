@@ -197,6 +197,24 @@ void check_bits(int dtype, int head_size, int context) {
             step);
 }
 
+// A value that sums to -0 keeps its sign however the prefill is cut: who sees nothing of the second
+// block of positions adds no 0 to it.
+void check_zero_signs(int dtype) {
+  auto run = [dtype](int step) {
+    Sequence s({dtype, 64, 270, 16});
+    std::fill(s.q.begin(), s.q.end(), 1.0f);
+    std::fill(s.k.begin(), s.k.end(), 0.0f);
+    std::fill(s.v.begin(), s.v.end(), -1e-4f);
+    std::fill_n(s.k.begin(), s.width, 10.0f);  // the first key outweighs all others by exp(80)
+    std::fill_n(s.v.begin(), s.width, 0.0f);
+    return s.run(step);
+  };
+  const std::vector<float> alone = run(1);
+  CHECK(dtype == NS_INT8 || std::signbit(alone[255 * 128]), "no -0 to keep, dtype %d", dtype);
+  for (int step : {33, 65, 66, 270})
+    CHECK(same_bits(alone, run(step)), "signs of zeros, dtype %d, steps of %d", dtype, step);
+}
+
 // A forked sequence attends to a copied block and to what it appended there itself.
 void check_copy(int dtype) {
   Sequence s({dtype, 64, 40, 16});
@@ -236,6 +254,7 @@ int main() {
     check_bits(dtype, 20, 37);
     check_bits(dtype, 7, 37);  // behind an odd head size lies what nobody wrote
     check_bits(dtype, 64, 600);
+    check_zero_signs(dtype);
     check_copy(dtype);
     check_nan(dtype);
     digest.add(Sequence({dtype, 80, 300, 16}).run(300));

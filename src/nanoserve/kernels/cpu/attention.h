@@ -331,9 +331,11 @@ class FloatMath {
             sum[m][c] = fma(p, Elements::load(value + c * kLanes), sum[m][c]);
         }
     }
-    for (int m = 0; m < kCount; ++m)
+    for (int m = 0; m < kCount; ++m) {
+      if (seen + m <= first) continue;  // it sees nothing of this block: -0 + 0 would be 0
       for (int c = 0; c < kVectors; ++c)
         add_block(mixed_ + (row + m) * padded_head_ + d + c * kLanes, sum[m][c], first == 0);
+    }
   }
 
   template <class Element>
@@ -478,9 +480,11 @@ class PairMath {
 #pragma GCC unroll 4
         for (int c = 0; c < kVectors; ++c) sum[m][c] = dot(sum[m][c], p, value(t, c, left > 1));
       }
-    for (int m = 0; m < kCount; ++m)
+    for (int m = 0; m < kCount; ++m) {
+      if (seen + m <= first) continue;  // it sees nothing of this block: -0 + 0 would be 0
       for (int c = 0; c < kVectors; ++c)
         add_block(mixed_ + (row + m) * padded_head_ + d + c * kLanes, sum[m][c], first == 0);
+    }
   }
 
   const int head_size_, padded_head_, context_;
