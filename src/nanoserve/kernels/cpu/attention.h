@@ -203,6 +203,12 @@ inline void add_block(int32_t* total, I32 sum, bool is_first) {
   store_i32(total, is_first ? sum : load_i32(total) + sum);
 }
 
+// Whether a tile is the one before it once more: a chunk's last stands for those it has not.
+template <class Element>
+inline bool is_repeated(const Element* const* tiles, int t) {
+  return t > 0 && tiles[t] == tiles[t - 1];
+}
+
 // Calls visit(number, d) for all columns of a head: `number` vectors of them at once, from d on.
 template <class Visit>
 inline void each_columns(int padded_head, Visit visit) {
@@ -244,9 +250,13 @@ class FloatMath {
     const float* widened[kValueTiles];
     const int size = tile_rows * row_size;
     for (int t = 0; t < num_tiles; ++t) {
+      if (is_repeated(tiles, t)) {
+        widened[t] = widened[t - 1];
+        continue;
+      }
       float* out = widened_ + t * size;
-      for (int i = 0; i < size; i += kLanes) store(out + i, Kv::load(tiles[t] + i));
       widened[t] = out;
+      for (int i = 0; i < size; i += kLanes) store(out + i, Kv::load(tiles[t] + i));
     }
     multiply(Float32Kv{}, widened);
   }
@@ -391,6 +401,10 @@ class PairMath {
     const uint16_t* woven[kValueTiles];
     const int size = round_up(tile_rows, 2) * row_size;
     for (int t = 0; t < num_tiles; ++t) {
+      if (is_repeated(tiles, t)) {
+        woven[t] = woven[t - 1];
+        continue;
+      }
       uint16_t* out = woven_ + t * size;
       woven[t] = out;
       for (int row = 0; row < tile_rows; row += 2)
