@@ -2,8 +2,8 @@
 //
 // A matrix [K][N] is a sequence of panels of 32 columns. A panel is one run of bytes that holds all
 // its format needs (values, and scales if it has any), so that a product streams memory once, in
-// order. A product never sees more than one panel and a few rows at a time; how many must not change
-// a bit of any sum. Each format is one constant of type `Format`:
+// order. A product never sees more than one panel and a few rows at a time; how many must not
+// change a bit of any sum. Each format is one constant of type `Format`:
 //
 //   kFloat32Format, kBfloat16Format   gemm_float.h
 //   kInt8Format, kInt8OnlyFormat      gemm_int8.h
@@ -29,7 +29,7 @@ struct Tile {
   int num_rows;         // 1 .. tile_rows
   const uint8_t* next;  // what to prefetch, 64 bytes a step: half of a panel to come; may be null
   float* out;  // [num_rows][kPanel], every value written, without bias
-  const uint8_t* target = nullptr;  // where row 0 will lie when it is finished, to prefetch
+  const uint8_t* target = nullptr;  // where finished row 0 will lie, to prefetch; may be null
   size_t target_stride = 0;         // bytes
 };
 
@@ -51,9 +51,9 @@ struct Format {
   int tile_rows;  // most rows of one tile, <= kMaxTileRows
   void (*multiply)(const Tile& tile);
 
-  // A panel's width of inputs in prepared rows, so that whoever computes them stores them as `prepare`
-  // would: the bytes that hold them in one row, and `values` [num_rows][kPanel] put there, row m at
-  // out + m * row_stride.
+  // A panel's width of inputs in prepared rows, so that whoever computes them stores them as
+  // `prepare` would: the bytes that hold them in one row, and `values` [num_rows][kPanel] put
+  // there, row m at out + m * row_stride.
   size_t prepared_panel_bytes = 0;
   void (*prepare_panel)(const float* values, int num_rows, uint8_t* out,
                         size_t row_stride) = nullptr;
