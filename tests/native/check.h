@@ -1,4 +1,4 @@
-// What the C++ tests share: a check that counts, random numbers, bits.
+// What the C++ tests share: a check that counts, random numbers, bits, prepared panels.
 #pragma once
 
 #include <cmath>
@@ -8,6 +8,8 @@
 #include <numeric>
 #include <utility>
 #include <vector>
+
+#include "formats.h"
 
 inline int& failures() {
   static int count = 0;
@@ -57,6 +59,25 @@ class Random {
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Rows prepared panel by panel, as whoever computes them stores them, have the bytes of rows
+// prepared at once. `width`: the inputs of a row that `prepare_panel` takes.
+inline void check_panels(const ns::Format& format, int width = ns::kPanel) {
+  constexpr int kPanels = 3, kRows = 5;
+  const int K = kPanels * width;
+  const std::vector<float> x = Random(8).floats(static_cast<size_t>(kRows) * K);
+  const size_t row_bytes = format.row_bytes(K);
+  std::vector<uint8_t> at_once(kRows * row_bytes), by_panel(kRows * row_bytes);
+  for (int m = 0; m < kRows; ++m) format.prepare(&x[m * K], K, &at_once[m * row_bytes]);
+  for (int p = 0; p < kPanels; ++p) {
+    std::vector<float> values;  // [kRows][width]
+    for (int m = 0; m < kRows; ++m)
+      values.insert(values.end(), &x[m * K + p * width], &x[m * K + p * width] + width);
+    format.prepare_panel(values.data(), kRows, &by_panel[p * format.prepared_panel_bytes],
+                         row_bytes);
+  }
+  CHECK(by_panel == at_once, "%s: rows prepared panel by panel differ", format.name);
 }
 
 // FNV-1a over the bits of floats.
