@@ -38,11 +38,12 @@ from nanoserve.request import RequestOutput, SamplingParams, TokenLogprob
 
 LAYOUTS = ("contiguous", "slots", "paged", "recompute")
 LOGIT_ERROR = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3, "int8": 2e-2}
-"""Largest difference to the oracle, whose keys and values are rounded likewise. A value halfway
-between two that can be stored may be rounded to either, so the narrow ones have a wider bound."""
+"""Largest difference to the oracle, whose keys and values are rounded likewise; in a native bf16
+cache queries and weights are rounded too. A value halfway between two that can be stored may be
+rounded to either, so the narrow ones have a wider bound."""
 
 STREAMED_ON = "native" if library.available() else "eager"
-"""One way runs on the native executor, all others on the eager one."""
+"""One way runs on the native executor where its core was built; all others on the eager one."""
 
 NUM_TOKENS = 16
 TOP = 64

@@ -1,6 +1,7 @@
-// What the C++ tests share: a check that counts, random numbers, bits.
+// What the C++ tests share: a check that counts, random numbers, bits, prepared panels.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -8,6 +9,8 @@
 #include <numeric>
 #include <utility>
 #include <vector>
+
+#include "formats.h"
 
 inline int& failures() {
   static int count = 0;
@@ -57,6 +60,25 @@ class Random {
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Rows prepared from panels of results, as whoever computes them stores them, have the bytes of rows
+// prepared at once. Of five panels the last stands alone where two are prepared together.
+inline void check_panels(const ns::Format& format) {
+  constexpr int kPanels = 5, kRows = 3, K = kPanels * ns::kPanel;
+  const std::vector<float> x = Random(8).floats(kRows * K);
+  std::vector<float> values;  // [kPanels][kRows][kPanel]
+  for (int p = 0; p < kPanels; ++p)
+    for (int m = 0; m < kRows; ++m)
+      values.insert(values.end(), &x[m * K + p * ns::kPanel], &x[m * K + p * ns::kPanel] + ns::kPanel);
+  const size_t row_bytes = format.row_bytes(K), panel_stride = kRows * ns::kPanel;
+  std::vector<uint8_t> at_once(kRows * row_bytes), by_panel(kRows * row_bytes);
+  for (int m = 0; m < kRows; ++m) format.prepare(&x[m * K], K, &at_once[m * row_bytes]);
+  for (int p = 0; p < kPanels; p += format.prepared_panels)
+    format.prepare_panels({&values[p * panel_stride], panel_stride,
+                           std::min(format.prepared_panels, kPanels - p), kRows},
+                          &by_panel[p / format.prepared_panels * format.prepared_bytes], row_bytes);
+  CHECK(by_panel == at_once, "%s: rows prepared from panels differ", format.name);
 }
 
 // FNV-1a over the bits of floats.

@@ -169,6 +169,26 @@ void test_integers() {
   }
 }
 
+// Even halves low in each pair, odd ones high; stored as they are loaded.
+void test_pairs() {
+  Random random(9);
+  for (int round = 0; round < 200; ++round) {
+    uint16_t even[kLanes], odd[kLanes], both[2 * kLanes], zipped[2 * kLanes], kept[2 * kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      both[2 * i] = even[i] = static_cast<uint16_t>(random.bits());
+      both[2 * i + 1] = odd[i] = static_cast<uint16_t>(random.bits());
+    }
+    store_pairs(zipped, zip(even, odd));
+    store_pairs(kept, even_only(load_pairs(both)));
+    for (int i = 0; i < kLanes; ++i) {
+      CHECK(zipped[2 * i] == even[i] && zipped[2 * i + 1] == odd[i], "zip, column %d: %04x %04x", i,
+            zipped[2 * i], zipped[2 * i + 1]);
+      CHECK(kept[2 * i] == even[i] && kept[2 * i + 1] == 0, "even_only, column %d: %04x %04x", i,
+            kept[2 * i], kept[2 * i + 1]);
+    }
+  }
+}
+
 // ---- Products.
 
 // docs/EXACTNESS.md, one value at a time. Columns and rows are fp32, or bf16 if `pairs`.
@@ -253,7 +273,8 @@ void test_product(const Format& format, bool pairs) {
     }
 }
 
-// The border where a result is a denormal only before rounding is where hardware differs, if at all.
+// The border where a result is a denormal only before rounding is where hardware differs, if at
+// all.
 void test_bf16_denormals() {
   const FlushDenormals flush;
   Random random(6);
@@ -436,8 +457,10 @@ int main() {
   test_halves();
   test_rounding_to_halves();
   test_integers();
+  test_pairs();
   test_product(kFloat32Format, false);
   test_product(kBfloat16Format, true);
+  check_panels(kBfloat16Format);
   test_bf16_denormals();
   test_unpacking();
   test_layer_norm();

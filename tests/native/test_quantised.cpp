@@ -24,6 +24,12 @@ Aligned aligned(size_t bytes) {
   return Aligned(static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64)));
 }
 
+template <int kInputs>
+double group_input(const uint8_t* row, int k) {
+  const auto* group = ActivationGroup<kInputs>::at(row, k / kInputs);
+  return static_cast<double>(group->values[k % kInputs]) * group->scale;
+}
+
 // Two panels of [K][32] columns and some rows, packed and prepared.
 struct Product {
   const Format& format;
@@ -73,15 +79,16 @@ struct Product {
 
   std::vector<float> unpacked(int column) const {
     std::vector<float> out(static_cast<size_t>(K));
-    format.unpack_column(panels.get() + column / kPanel * panel_bytes, K, column % kPanel, out.data());
+    const uint8_t* panel = panels.get() + column / kPanel * panel_bytes;
+    format.unpack_column(panel, K, column % kPanel, out.data());
     return out;
   }
 
   // Row m as the product sees it.
   double input(int m, int k) const {
     if (!format.row_bytes(K)) return x[static_cast<size_t>(m) * K + k];
-    const ActivationGroup* group = group_at(rows.get() + m * row_bytes, k / kGroup);
-    return static_cast<double>(group->values[k % kGroup]) * group->scale;
+    const uint8_t* row = rows.get() + m * row_bytes;
+    return &format == &kInt4Format ? group_input<kInt4Group>(row, k) : group_input<kInt8Group>(row, k);
   }
 };
 
@@ -96,8 +103,9 @@ void check_product(const Format& format, int K) {
         sum += product.input(m, k) * w[k];
         size += std::fabs(product.input(m, k) * w[k]);
       }
-      CHECK(std::fabs(y[m * 2 * kPanel + n] - sum) <= 1e-6 * size, "%s K %d row %d column %d: %g, %g",
-            format.name, K, m, n, y[m * 2 * kPanel + n], sum);
+      const float got = y[m * 2 * kPanel + n];
+      CHECK(std::fabs(got - sum) <= 1e-6 * size, "%s K %d row %d column %d: %g, %g", format.name, K,
+            m, n, got, sum);
     }
   }
 }
@@ -107,6 +115,14 @@ void check_tiles(const Format& format, int K) {
   std::vector<float> y = product.multiply(1);
   for (int rows = 1; rows <= format.tile_rows; ++rows)
     CHECK(same_bits(y, product.multiply(rows)), "%s K %d: tiles of %d rows", format.name, K, rows);
+}
+
+// As many rows as one tile of fp32 rows may have: few, some and many are multiplied in three ways.
+void check_many_rows(int K) {
+  Product product(kInt8OnlyFormat, K, kMaxTileRows);
+  std::vector<float> y = product.multiply(1);
+  for (int rows : {7, 12, 13, 25, 48, 49, 95, 96})
+    CHECK(same_bits(y, product.multiply(rows)), "K %d: tiles of %d of many rows", K, rows);
 }
 
 // The error of packing: at most half a step a weight, and about what its bits allow on the whole.
@@ -130,7 +146,7 @@ void check_rows() {
   for (int m = 0; m < 3; ++m)
     for (int k = 0; k < 100; ++k) {
       double exact = product.x[m * 100 + k];
-      double step = group_at(product.rows.get() + m * product.row_bytes, k / kGroup)->scale;
+      double step = Int8Inputs::at(product.rows.get() + m * product.row_bytes, k / kInt8Group)->scale;
       CHECK(std::fabs(product.input(m, k) - exact) <= 0.51 * step, "row %d input %d", m, k);
     }
 }
@@ -146,14 +162,14 @@ void check_zeros(const Format& format) {
           format.name, n);
 }
 
-void check_nan(const Format& format) {
+void check_unfinite(const Format& format, float unfinite) {
   Product product(format, 70, 2);
-  product.x[69] = INFINITY;
+  product.x[69] = unfinite;
   product.prepare();
   std::vector<float> y = product.multiply(2);
   for (int n = 0; n < 2 * kPanel; ++n)
-    CHECK(!std::isfinite(y[n]) && std::isfinite(y[2 * kPanel + n]), "%s infinity, column %d",
-          format.name, n);
+    CHECK(!std::isfinite(y[n]) && std::isfinite(y[2 * kPanel + n]), "%s %g, column %d", format.name,
+          unfinite, n);
 }
 
 }  // namespace
@@ -168,9 +184,12 @@ int main() {
     }
     check_packing(*format, 768, format == &kInt4Format ? 0.09 : 0.008);
     check_zeros(*format);
-    check_nan(*format);
+    for (float unfinite : {INFINITY, NAN}) check_unfinite(*format, unfinite);
     digest.add(Product(*format, 300, 7).multiply(2));
   }
+  for (int K : {6, 70, 300, 513}) check_many_rows(K);
+  check_panels(kInt8Format);
+  check_panels(kInt4Format);
   check_rows();
   std::printf("quantised digest %016llx\n", digest.value());
   return failures();

@@ -1,5 +1,5 @@
-// Whole steps through the C ABI on small random models: a row's logits have the same bits however it
-// was come by. Alone, in a ragged batch, in chunks, as one prefill, recomputed, in any block
+// Whole steps through the C ABI on small random models: a row's logits have the same bits however
+// it was come by. Alone, in a ragged batch, in chunks, as one prefill, recomputed, in any block
 // layout, with any number of threads and any tile. The digest of the last line must be the same on
 // every instruction set.
 
@@ -361,6 +361,9 @@ void test_long_contexts(Digest& digest) {
     digest.add(reference);
     engine.poison();
     compare("one slice after another", one, chunked(engine, shape.positions, 100), reference);
+    // One sequence, but several chunks of queries a head: who attends may not be who appended.
+    compare("whole, two threads", two, whole(other, shape.positions), reference);
+    other.poison();
     const int chunk = weights == NS_W_FLOAT32 ? 1 : 7;  // each token alone is dear where FMA is
     compare("in small chunks", two, chunked(other, shape.positions, chunk), reference);
   }

@@ -2,7 +2,7 @@
 //
 // For a query that sees N keys, with q' = q * scale rounded once:
 //
-//   s[t] = q' . k[t]            one lane a key: blocks of 256 d, fused and ascending, added in order
+//   s[t] = q' . k[t]            one lane a key: blocks of 256 d, fused, ascending, added in order
 //   p[t] = exp(s[t] - max s)    lanes beyond N are exact zeros
 //   l    = sum of p             lane i adds p[i], p[16 + i], ... in order; then `reduce_add`
 //   o[d] = sum of p[t] v[t][d]  blocks of 256 t, fused and ascending, added in order; times 1 / l
@@ -10,9 +10,9 @@
 // Nothing in it knows of other queries, of blocks or of tiles: a query alone, in a prefill and in
 // any layout gives the same bits. Tiles below decide speed only.
 //
-// bf16 multiplies pairs: q' and p[t] are rounded to bf16 as well, d and t go two at a time, the odd one
-// first (docs/EXACTNESS.md); the last of an odd number is paired with zero. l is a sum of the p[t]
-// before they are rounded.
+// bf16 multiplies pairs: q' and p[t] are rounded to bf16 as well, d and t go two at a time, the odd
+// one first (docs/EXACTNESS.md); the last of an odd number is paired with zero. l is a sum of the
+// p[t] before they are rounded.
 //
 // int8 multiplies integers, so its sums are exact in any order. A query is two signed bytes a value
 // (q' = unit * (128 high + low)); so are the weights p[t] * scale of v[t] (unit * (256 high + low),
@@ -195,8 +195,8 @@ class KvTiles {
   const TilePlace* places_;
 };
 
-// Scores [N] -> weights, handed on sixteen at a time: keep(i, weights i .. i + 15), those beyond N zero,
-// for every i below `padded`. Returns 1 / their sum.
+// Scores [N] -> weights, handed on sixteen at a time: keep(i, weights i .. i + 15), those beyond N
+// zero, for every i below `padded`. Returns 1 / their sum.
 template <class Keep>
 inline float softmax(const float* scores, int context_len, int padded, Keep keep) {
   const F32 nothing = splat(-std::numeric_limits<float>::infinity());
@@ -214,7 +214,30 @@ inline float softmax(const float* scores, int context_len, int padded, Keep keep
   return 1.0f / reduce_add(sum);
 }
 
-// Keys, values and sums as floats, whatever format they are stored in.
+// Adds one block's sum to the total; the first one's becomes the total.
+inline void add_block(float* total, F32 sum, bool is_first) {
+  store(total, is_first ? sum : load(total) + sum);
+}
+inline void add_block(int32_t* total, I32 sum, bool is_first) {
+  store_i32(total, is_first ? sum : load_i32(total) + sum);
+}
+
+// Whether a tile is the one before it once more: a chunk's last stands for those it has not.
+template <class Element>
+inline bool is_repeated(const Element* const* tiles, int t) {
+  return t > 0 && tiles[t] == tiles[t - 1];
+}
+
+// Calls visit(number, d) for all columns of a head: `number` vectors of them at once, from d on.
+template <class Visit>
+inline void each_columns(int padded_head, Visit visit) {
+  int d = 0;
+  for (; d + 4 * kLanes <= padded_head; d += 4 * kLanes)
+    visit(std::integral_constant<int, 4>{}, d);
+  for (; d < padded_head; d += kLanes) visit(std::integral_constant<int, 1>{}, d);
+}
+
+// fp32 and fp16 keys and values: products and sums of floats.
 template <class Kv>
 class FloatMath {
  public:
@@ -223,9 +246,10 @@ class FloatMath {
 
   FloatMath(const KvCache& cache, int /*padded_context*/, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head),
-        q_(arena.take<float>(kQueryChunk * cache.padded_head)),
-        mixed_(arena.take<float>(kQueryChunk * cache.padded_head)),
-        widened_(arena.take<float>(kIsWide ? 0 : kBlockK * cache.padded_head)) {}
+        q_(arena.take<float>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        mixed_(arena.take<float>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        widened_(arena.take<float>(static_cast<size_t>(kIsWide ? 0 : kBlockK) *
+                                   cache.padded_head)) {}
 
   void begin(const KvTiles<Kv>&, int /*num_tiles*/) {}
 
@@ -235,9 +259,9 @@ class FloatMath {
             load_first(q + d, std::min(kLanes, head_size_ - d)) * splat(scale));
   }
 
-  // Calls multiply(elements, tiles) with tiles [tile_rows][row_size] in the form that `num_queries`
-  // multiply best: many of them as floats that were converted once instead of every few queries. The
-  // values are the same.
+  // Calls multiply(elements, tiles) with tiles [tile_rows][row_size] in the form that suits
+  // `num_queries`: for many, floats that were converted once, not every few queries. The values are
+  // the same.
   template <class Multiply>
   void with_tiles(const Stored* const* tiles, int num_tiles, int tile_rows, int row_size,
                   int num_queries, Multiply multiply) {
@@ -245,9 +269,13 @@ class FloatMath {
     const float* widened[kValueTiles];
     const int size = tile_rows * row_size;
     for (int t = 0; t < num_tiles; ++t) {
+      if (is_repeated(tiles, t)) {
+        widened[t] = widened[t - 1];
+        continue;
+      }
       float* out = widened_ + t * size;
-      for (int i = 0; i < size; i += kLanes) store(out + i, Kv::load(tiles[t] + i));
       widened[t] = out;
+      for (int i = 0; i < size; i += kLanes) store(out + i, Kv::load(tiles[t] + i));
     }
     multiply(Float32Kv{}, widened);
   }
@@ -274,10 +302,8 @@ class FloatMath {
         }
       }
       for (int m = 0; m < kCount; ++m)
-        for (int t = 0; t < kKeyTiles; ++t) {
-          float* total = scores + m * stride + t * kLanes;
-          store(total, block == 0 ? sum[m][t] : load(total) + sum[m][t]);
-        }
+        for (int t = 0; t < kKeyTiles; ++t)
+          add_block(scores + m * stride + t * kLanes, sum[m][t], block == 0);
     }
   }
 
@@ -292,11 +318,9 @@ class FloatMath {
   template <int kCount, class Elements, class Fetch>
   void mix(Elements, int row, const typename Elements::Stored* const* tiles, int first, int seen,
            const float* weights, size_t stride, Fetch fetch) {
-    int d = 0;
-    for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<Elements, kCount, 4>(row, d, tiles, first, seen, weights, stride, fetch);
-    for (; d < padded_head_; d += kLanes)
-      mix_vectors<Elements, kCount, 1>(row, d, tiles, first, seen, weights, stride, fetch);
+    each_columns(padded_head_, [&](auto vectors, int d) {
+      mix_vectors<Elements, kCount, vectors>(row, d, tiles, first, seen, weights, stride, fetch);
+    });
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -340,11 +364,11 @@ class FloatMath {
             sum[m][c] = fma(p, Elements::load(value + c * kLanes), sum[m][c]);
         }
     }
-    for (int m = 0; m < kCount; ++m)
-      for (int c = 0; c < kVectors; ++c) {
-        float* total = mixed_ + (row + m) * padded_head_ + d + c * kLanes;
-        store(total, first == 0 ? sum[m][c] : load(total) + sum[m][c]);
-      }
+    for (int m = 0; m < kCount; ++m) {
+      if (seen + m <= first) continue;  // it sees nothing of this block: -0 + 0 would be 0
+      for (int c = 0; c < kVectors; ++c)
+        add_block(mixed_ + (row + m) * padded_head_ + d + c * kLanes, sum[m][c], first == 0);
+    }
   }
 
   template <class Element>
@@ -354,11 +378,11 @@ class FloatMath {
 
   const int head_size_, padded_head_;
   float *q_, *mixed_;  // [kQueryChunk][D']
-  float* widened_;     // tiles as floats, up to [kBlockK][D']
+  float* widened_;     // fp16: tiles as floats, up to [kBlockK][D']
 };
 
-// Two rows of 16-bit values as pairs, `column` being the first of sixteen; `odd` false: the second
-// row is zero, whatever is there. As stored, or two rows woven into one beforehand.
+// Pairs of rows `row` (even) and `row + 1`, sixteen columns from `column` on. `odd` false: no second
+// row counts, whatever is there; zero stands for it. From rows as stored, or woven beforehand.
 struct StoredRows {
   static Pairs pair(const uint16_t* tile, int row, int row_size, int column, bool odd) {
     const uint16_t* even = tile + row * row_size + column;
@@ -375,14 +399,14 @@ struct WovenRows {
 // bf16 keys and values, with queries and weights rounded to bf16: two products in one.
 class PairMath {
  public:
-  static constexpr int kRows = 4;
+  static constexpr int kRows = 4;  // queries of a register tile
 
   PairMath(const KvCache& cache, int padded_context, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head), context_(padded_context),
-        q_(arena.take<uint16_t>(kQueryChunk * cache.padded_head)),
-        weights_(arena.take<uint16_t>(kQueryChunk * static_cast<size_t>(padded_context))),
-        mixed_(arena.take<float>(kQueryChunk * cache.padded_head)),
-        woven_(arena.take<uint16_t>(kBlockK * cache.padded_head)) {}
+        q_(arena.take<uint16_t>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        weights_(arena.take<uint16_t>(static_cast<size_t>(kQueryChunk) * padded_context)),
+        mixed_(arena.take<float>(static_cast<size_t>(kQueryChunk) * cache.padded_head)),
+        woven_(arena.take<uint16_t>(static_cast<size_t>(kBlockK) * cache.padded_head)) {}
 
   void begin(const KvTiles<Bfloat16Kv>&, int /*num_tiles*/) {}
 
@@ -400,6 +424,10 @@ class PairMath {
     const uint16_t* woven[kValueTiles];
     const int size = round_up(tile_rows, 2) * row_size;
     for (int t = 0; t < num_tiles; ++t) {
+      if (is_repeated(tiles, t)) {
+        woven[t] = woven[t - 1];
+        continue;
+      }
       uint16_t* out = woven_ + t * size;
       woven[t] = out;
       for (int row = 0; row < tile_rows; row += 2)
@@ -409,8 +437,8 @@ class PairMath {
     multiply(WovenRows{}, woven);
   }
 
-  template <int kCount, class Elements>
-  void score(Elements, int row, const uint16_t* const* tiles, int /*first_tile*/, float* scores,
+  template <int kCount, class Rows>
+  void score(Rows, int row, const uint16_t* const* tiles, int /*first_tile*/, float* scores,
              size_t stride) const {
     const uint16_t* q = q_ + row * padded_head_;
     for (int block = 0; block < head_size_; block += kBlockK) {
@@ -420,7 +448,7 @@ class PairMath {
       auto add_pair = [&](int d, bool odd) {
         Pairs key[kKeyTiles];
 #pragma GCC unroll 4
-        for (int t = 0; t < kKeyTiles; ++t) key[t] = Elements::pair(tiles[t], d, kLanes, 0, odd);
+        for (int t = 0; t < kKeyTiles; ++t) key[t] = Rows::pair(tiles[t], d, kLanes, 0, odd);
 #pragma GCC unroll 4
         for (int m = 0; m < kCount; ++m) {
           const Pairs x = splat_pair(q + m * padded_head_ + d);
@@ -433,10 +461,8 @@ class PairMath {
       for (; d + 1 < end; d += 2) add_pair(d, true);
       if (d < end) add_pair(d, false);
       for (int m = 0; m < kCount; ++m)
-        for (int t = 0; t < kKeyTiles; ++t) {
-          float* total = scores + m * stride + t * kLanes;
-          store(total, block == 0 ? sum[m][t] : load(total) + sum[m][t]);
-        }
+        for (int t = 0; t < kKeyTiles; ++t)
+          add_block(scores + m * stride + t * kLanes, sum[m][t], block == 0);
     }
   }
 
@@ -448,14 +474,12 @@ class PairMath {
   }
 
   // See FloatMath.
-  template <int kCount, class Elements, class Fetch>
-  void mix(Elements, int row, const uint16_t* const* tiles, int first, int seen, const float*,
+  template <int kCount, class Rows, class Fetch>
+  void mix(Rows, int row, const uint16_t* const* tiles, int first, int seen, const float*,
            size_t, Fetch fetch) {
-    int d = 0;
-    for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<Elements, kCount, 4>(row, d, tiles, first, seen, fetch);
-    for (; d < padded_head_; d += kLanes)
-      mix_vectors<Elements, kCount, 1>(row, d, tiles, first, seen, fetch);
+    each_columns(padded_head_, [&](auto vectors, int d) {
+      mix_vectors<Rows, kCount, vectors>(row, d, tiles, first, seen, fetch);
+    });
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -463,14 +487,14 @@ class PairMath {
   }
 
  private:
-  template <class Elements, int kCount, int kVectors, class Fetch>
+  template <class Rows, int kCount, int kVectors, class Fetch>
   void mix_vectors(int row, int d, const uint16_t* const* tiles, int first, int seen, Fetch fetch) {
     F32 sum[kCount][kVectors];
     for (auto& query : sum)
       for (F32& lanes : query) lanes = zero();
     const uint16_t* weights = weights_ + row * static_cast<size_t>(context_) + first;
     auto value = [&](int t, int c, bool odd) {
-      return Elements::pair(tiles[t / kLanes], t % kLanes, padded_head_, d + c * kLanes, odd);
+      return Rows::pair(tiles[t / kLanes], t % kLanes, padded_head_, d + c * kLanes, odd);
     };
     const int shared = std::max(0, std::min(kBlockK, seen - first)) / 2 * 2;
     const int end = std::min(kBlockK, seen + kCount - 1 - first);
@@ -495,11 +519,11 @@ class PairMath {
 #pragma GCC unroll 4
         for (int c = 0; c < kVectors; ++c) sum[m][c] = dot(sum[m][c], p, value(t, c, left > 1));
       }
-    for (int m = 0; m < kCount; ++m)
-      for (int c = 0; c < kVectors; ++c) {
-        float* total = mixed_ + (row + m) * padded_head_ + d + c * kLanes;
-        store(total, first == 0 ? sum[m][c] : load(total) + sum[m][c]);
-      }
+    for (int m = 0; m < kCount; ++m) {
+      if (seen + m <= first) continue;  // it sees nothing of this block: -0 + 0 would be 0
+      for (int c = 0; c < kVectors; ++c)
+        add_block(mixed_ + (row + m) * padded_head_ + d + c * kLanes, sum[m][c], first == 0);
+    }
   }
 
   const int head_size_, padded_head_, context_;
@@ -512,17 +536,17 @@ class PairMath {
 // Keys and values as bytes; queries and weights as two bytes each.
 class Int8Math {
  public:
-  static constexpr int kRows = 2;
+  static constexpr int kRows = 2;  // queries of a register tile
 
   Int8Math(const KvCache& cache, int padded_context, Arena& arena)
       : head_size_(cache.head_size), padded_head_(cache.padded_head), context_(padded_context),
-        q_(arena.take<int8_t>(2 * kQueryChunk * cache.padded_head)),
+        q_(arena.take<int8_t>(static_cast<size_t>(2 * kQueryChunk) * cache.padded_head)),
         queries_(arena.take<Query>(kQueryChunk)),
         key_scales_(arena.take<float>(padded_context)),
         value_scales_(arena.take<float>(padded_context)),
-        weights_(arena.take<uint8_t>(2 * kQueryChunk * static_cast<size_t>(padded_context))),
+        weights_(arena.take<uint8_t>(static_cast<size_t>(2 * kQueryChunk) * padded_context)),
         weight_units_(arena.take<float>(kQueryChunk)),
-        mixed_(arena.take<int32_t>(2 * kQueryChunk * cache.padded_head)) {}
+        mixed_(arena.take<int32_t>(static_cast<size_t>(2 * kQueryChunk) * cache.padded_head)) {}
 
   void begin(const KvTiles<Int8Kv>& tiles, int num_tiles) {
     for (int tile = 0; tile < num_tiles; ++tile) {
@@ -614,11 +638,9 @@ class Int8Math {
   void mix(Int8Kv, int row, const int8_t* const* tiles, int first, int seen, const float*, size_t,
            Fetch fetch) {
     const int count = std::min(kBlockK, seen + kCount - 1 - first);
-    int d = 0;
-    for (; d + 4 * kLanes <= padded_head_; d += 4 * kLanes)
-      mix_vectors<kCount, 4>(row, d, tiles, first, count, fetch);
-    for (; d < padded_head_; d += kLanes)
-      mix_vectors<kCount, 1>(row, d, tiles, first, count, fetch);
+    each_columns(padded_head_, [&](auto vectors, int d) {
+      mix_vectors<kCount, vectors>(row, d, tiles, first, count, fetch);
+    });
   }
 
   F32 result(int row, int d, float inverse_sum) const {
@@ -670,13 +692,9 @@ class Int8Math {
     for (int m = 0; m < kCount; ++m)
       for (int c = 0; c < kVectors; ++c) {
         int32_t* total = mixed_ + 2 * (row + m) * padded_head_ + d + c * kLanes;
-        add_to(total, high[m][c], first);
-        add_to(total + padded_head_, low[m][c], first);
+        add_block(total, high[m][c], first == 0);
+        add_block(total + padded_head_, low[m][c], first == 0);
       }
-  }
-
-  static void add_to(int32_t* total, I32 sum, int first) {
-    store_i32(total, first == 0 ? sum : load_i32(total) + sum);
   }
 
   const int head_size_, padded_head_, context_;
@@ -712,10 +730,10 @@ class ChunkAttention {
   ChunkAttention(const KvCache& cache, int max_context, Arena arena)
       : cache_(cache), context_(round_up(max_context, kSpan) + kLanes), arena_(arena),
         math_(cache, context_, arena_),
-        scores_(arena_.take<float>(kQueryChunk * static_cast<size_t>(context_))),
+        scores_(arena_.take<float>(static_cast<size_t>(kQueryChunk) * context_)),
         inverse_sums_(arena_.take<float>(kQueryChunk)),
-        key_staging_(arena_.take<KeyUnit>(kSpan * cache.head_size)),
-        value_staging_(arena_.take<Stored>(kBlockK * cache.padded_head)),
+        key_staging_(arena_.take<KeyUnit>(static_cast<size_t>(kSpan) * cache.head_size)),
+        value_staging_(arena_.take<Stored>(static_cast<size_t>(kBlockK) * cache.padded_head)),
         places_(arena_.take<TilePlace>(context_ / kLanes)) {}
 
   size_t scratch_bytes() const { return arena_.used(); }
@@ -763,7 +781,8 @@ class ChunkAttention {
                                      scores_of(row) + first * kLanes, context_);
         });
       };
-      math_.with_tiles(keys, kKeyTiles, Kv::key_units(cache_.head_size), kLanes, count_, score_rows);
+      const int num_units = Kv::key_units(cache_.head_size);
+      math_.with_tiles(keys, kKeyTiles, num_units, kLanes, count_, score_rows);
     }
   }
 

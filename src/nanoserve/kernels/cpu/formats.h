@@ -2,8 +2,8 @@
 //
 // A matrix [K][N] is a sequence of panels of 32 columns. A panel is one run of bytes that holds all
 // its format needs (values, and scales if it has any), so that a product streams memory once, in
-// order. A product never sees more than one panel and a few rows at a time; how many must not change
-// a bit of any sum. Each format is one constant of type `Format`:
+// order. A product never sees more than one panel and a few rows at a time; how many must not
+// change a bit of any sum. Each format is one constant of type `Format`:
 //
 //   kFloat32Format, kBfloat16Format   gemm_float.h
 //   kInt8Format, kInt8OnlyFormat      gemm_int8.h
@@ -30,7 +30,7 @@ struct Tile {
   int num_rows;         // 1 .. tile_rows
   const uint8_t* next;  // what to prefetch, 64 bytes a step: half of a panel to come; may be null
   float* out;  // [num_rows][kPanel], every value written, without bias
-  const uint8_t* target = nullptr;  // where row 0 will lie when it is finished, to prefetch
+  const uint8_t* target = nullptr;  // where finished row 0 will lie, to prefetch; may be null
   size_t target_stride = 0;         // bytes
 };
 
@@ -61,8 +61,8 @@ struct Format {
   int tile_rows;  // most rows of one tile, <= kMaxTileRows
   void (*multiply)(const Tile& tile);
 
-  // So many panels of results are what `prepare_panels` prepares at once, for whoever computes rows that
-  // this format will read and stores them as `prepare` would: `prepared_bytes` of each row, row m's at
+  // How many panels of results `prepare_panels` prepares at once, for whoever computes rows that this
+  // format will read and stores them as `prepare` would: `prepared_bytes` of each row, row m's at
   // out + m * row_stride. Null where rows are taken as they are, and only there.
   int prepared_panels = 1;
   size_t prepared_bytes = 0;

@@ -52,10 +52,11 @@ size_t float_panel_bytes(int K) {
 }
 
 // A finished row is stored to lines that another thread or layer left far away: asked for only when
-// they are written, they cost up to 6 % of a prefill's products. A few with each block of inputs
-// keep the queue of misses short, which the panel needs as well. A dense row may begin anywhere in a
-// line: of the three it then touches, the panel before has written to the first.
+// they are written, they hold up the products. A few with each block of inputs keep the queue of
+// misses short, which the panel needs as well. A dense row may begin anywhere in a line: of the
+// three it then touches, the first is the panel before's as well.
 inline void fetch_targets(const Tile& tile, int num_rows, int block, int num_blocks) {
+  if (!tile.target) return;
   for (int m = num_rows * block / num_blocks; m < num_rows * (block + 1) / num_blocks; ++m)
     for (int line = 0; line < kPanelVectors; ++line)
       prefetch_to_write(tile.target + m * tile.target_stride + line * 64 + 63);
@@ -80,8 +81,7 @@ inline void multiply_vectors(const Tile& tile, int first_vector) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[m][v] = zero();
     const int stop = std::min(steps, block + kBlock);
-    if (kFetches && tile.target)
-      fetch_targets(tile, kRows, block / kBlock, (steps + kBlock - 1) / kBlock);
+    if (kFetches) fetch_targets(tile, kRows, block / kBlock, (steps + kBlock - 1) / kBlock);
     for (int step = block; step < stop; ++step) {
       typename Kind::Vector w[kVectors];
 #pragma GCC unroll 4

@@ -166,7 +166,8 @@ class KvCache {
   }
 
   void write_int8(uint8_t* target, int offset, const float* k, const float* v) {
-    KvGroup keys16 = group_of(offset, kLanes, block_size), values4 = group_of(offset, 4, block_size);
+    KvGroup keys16 = group_of(offset, kLanes, block_size);
+    KvGroup values4 = group_of(offset, 4, block_size);
     int8_t* key = keys<int8_t>(target) + keys16.start * round_up(head_size, 4) + keys16.lane * 4;
     KvScale key_scale = kv_scale(k, head_size), value_scale = kv_scale(v, head_size);
     key_scales(target)[offset] = key_scale.half;
@@ -183,7 +184,8 @@ class KvCache {
     }
   }
 
-  // Sixteen bytes of one position into its group's [16][width].
+  // Sixteen bytes of one position into its group's [16][width]. Four positions share each int32:
+  // one masked store in place of sixteen single bytes.
   static void put_among(int8_t* bytes, const KvGroup& group, I32 x) {
     if (group.width != 4) {
       int8_t row[kLanes];
@@ -191,10 +193,11 @@ class KvCache {
       for (int i = 0; i < kLanes; ++i) bytes[i * group.width + group.lane] = row[i];
       return;
     }
-    I32 put = x & splat_i32(255), others = splat_i32(255);
-    for (int i = 0; i < group.lane; ++i) put = shift_left<8>(put), others = shift_left<8>(others);
+    I32 put = x & splat_i32(255), replaced = splat_i32(255);
+    for (int i = 0; i < group.lane; ++i)
+      put = shift_left<8>(put), replaced = shift_left<8>(replaced);
     int32_t* four = reinterpret_cast<int32_t*>(bytes);
-    store_i32(four, (load_i32(four) & (others ^ splat_i32(-1))) | put);
+    store_i32(four, (load_i32(four) & (replaced ^ splat_i32(-1))) | put);
   }
 
   void poison_chunk(uint8_t* target) {

@@ -77,8 +77,8 @@ struct Buffers {
   float* x = nullptr;          // [T][padded(C)] the residual stream
   float* qkv = nullptr;        // [T][padded(3C)]
   float* mixed = nullptr;      // [T][padded(C)] a norm's output, or attention's
-  float* inner = nullptr;      // [T][padded(n_inner)]
-  uint8_t* prepared = nullptr; // [T] rows in the form that a matrix's format reads
+  float* inner = nullptr;      // [T][padded(n_inner)], or as many rows as mlp_proj's format reads
+  uint8_t* prepared = nullptr; // [T] rows of C values in the form that a matrix's format reads
   float* hidden = nullptr;     // [R][padded(C)] rows of x whose logits are needed
   float* logits = nullptr;     // [rows at once][padded(V)]
   uint8_t* attention = nullptr;  // [threads][attention_bytes]

@@ -147,8 +147,9 @@ inline Pairs splat_pair(const uint16_t* p) {
 }
 inline void store_pairs(uint16_t* p, Pairs x) { _mm512_storeu_si512(p, x.v); }
 inline Pairs zip(const uint16_t* even, const uint16_t* odd) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
+                       23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i both = _mm512_inserti64x4(
       _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even))),
       _mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)), 1);

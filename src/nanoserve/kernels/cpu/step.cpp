@@ -110,12 +110,6 @@ void check(const Model& model, const NsBatch& batch, const NsResult& result) {
 
 // ---- Buffers.
 
-// Bytes of a prepared row, whichever layer it is for.
-size_t prepared_row_bytes(const Model& model) {
-  const Format& format = *model.wte.format;
-  return std::max(format.row_bytes(model.config.n_embd), format.row_bytes(model.config.n_inner));
-}
-
 void lay_out(Arena& arena, const Model& model, int num_tokens, int num_rows, Buffers& buffers) {
   const NsConfig& config = model.config;
   const size_t C = padded(config.n_embd), T = num_tokens, R = num_rows;
@@ -124,7 +118,8 @@ void lay_out(Arena& arena, const Model& model, int num_tokens, int num_rows, Buf
   buffers.qkv = arena.take<float>(T * padded(3 * static_cast<int64_t>(config.n_embd)));
   buffers.mixed = arena.take<float>(std::max(T, logit_rows) * C);
   buffers.inner = arena.take<float>(T * padded(config.n_inner));
-  buffers.prepared = arena.take<uint8_t>(std::max(T, logit_rows) * prepared_row_bytes(model));
+  const size_t row_bytes = model.wte.format->row_bytes(config.n_embd);
+  buffers.prepared = arena.take<uint8_t>(std::max(T, logit_rows) * row_bytes);
   buffers.hidden = arena.take<float>(R * C);
   buffers.logits = arena.take<float>(logit_rows * padded(config.vocab_size));
   buffers.attention = arena.take<uint8_t>(buffers.attention_bytes * model.pool->num_threads());
@@ -298,8 +293,8 @@ class Slice {
     return {reinterpret_cast<const uint8_t*>(values), stride * sizeof(float), count_};
   }
 
-  // One sequence alone reads nothing that another wrote in this step. Then whoever attends to a head
-  // appends to it first, and both find its memory in their cache.
+  // One sequence alone reads nothing that another wrote in this step. Then whoever attends to a
+  // head appends to it first, and both find its memory in their cache.
   void append_and_attend(int layer) {
     const int num_heads = model_.config.n_head;
     const bool is_alone = batch_.num_seqs == 1 && static_cast<int>(queries_.size()) == num_heads;
