@@ -55,7 +55,9 @@ MAX_QUEUE = 8
 
 @pytest.fixture(scope="module")
 def stub() -> Iterator[Server]:
-    with serve(scripted_engine(max_num_seqs=32), max_queue=600) as server:
+    budget = 128  # the default, whatever `bench` may have found on this machine
+    engine = scripted_engine(max_num_seqs=32, max_num_batched_tokens=budget)
+    with serve(engine, max_queue=600) as server:
         yield server
 
 

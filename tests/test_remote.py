@@ -114,11 +114,12 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def start_sshd(folder: Path, *settings: str) -> Sshd:
-    """An sshd that lets one new key in; `settings` are further lines of its configuration."""
+def start_sshd(folder: Path, **environment: object) -> Sshd:
+    """An sshd that lets one new key in; its sessions find `environment`, and nobody's ~/.bashrc."""
     for name in NEEDED:
         tool(name)
     folder.mkdir()
+    environment = {"HOME": folder, **environment}
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # where root's sshd gives up its privileges
     port, host_key, key = free_port(), make_key(folder / "host"), make_key(folder / "a key")
@@ -134,7 +135,7 @@ def start_sshd(folder: Path, *settings: str) -> Sshd:
         "PermitRootLogin prohibit-password",
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",
-        *settings,
+        "SetEnv " + " ".join(f'"{name}={value}"' for name, value in environment.items()),
     )
     (folder / "config").write_text("\n".join(lines) + "\n", encoding="utf-8")
     command = [tool("sshd"), "-D", "-e", "-f", str(folder / "config")]
@@ -477,7 +478,7 @@ def test_rsync_is_missing_here(ready: Box, tmp_path: Path) -> None:
 @needs_sshd
 def test_rsync_is_missing_there(box: Box, tmp_path: Path) -> None:
     programs = path_without(tmp_path / "bin", "rsync", "flock")
-    poor = start_sshd(tmp_path / "poor", f"SetEnv PATH={programs}")
+    poor = start_sshd(tmp_path / "poor", PATH=programs)
     try:
         box.configure(**settings_of(poor), REMOTE_DIR=box.there)
         done = box.remote("bench", "kvcache")
@@ -601,8 +602,8 @@ def offline_sshd(tmp_path: Path) -> Iterator[Sshd]:
 
     And no compiler: a native core takes a minute, and tests/test_packaging.py builds it.
     """
-    cache = f"XDG_CACHE_HOME={tmp_path / 'cache'}"  # or `bench ceilings` would keep what it finds
-    running = start_sshd(tmp_path / "offline", f"SetEnv PIP_NO_INDEX=1 CXX=false {cache}")
+    cache = tmp_path / "cache"  # or `bench ceilings` would keep what it finds
+    running = start_sshd(tmp_path / "offline", PIP_NO_INDEX=1, CXX="false", XDG_CACHE_HOME=cache)
     yield running
     stop_sshd(running)
 

@@ -60,7 +60,7 @@ def build(test: str, isa: str, folder: Path, sanitize: str = "") -> Path:
     flags = [*recipe.FLAGS, *recipe.isa_flags()[isa], f"-I{CPU}"]
     flags[flags.index("-O3")] = "-O2"  # a quarter of the time to compile, and no other bits
     if sanitize:
-        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-g", "-O1"]
+        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-g1", "-O1"]  # -g1: lines
     binary = folder / f"test_{test}_{isa}"
     core = [CPU / name for name in SOURCES[test]]
     if not sanitize and SOURCES[test] == recipe.SOURCES and (library := shipped(isa)):
