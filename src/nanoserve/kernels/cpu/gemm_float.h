@@ -56,7 +56,6 @@ size_t float_panel_bytes(int K) {
 // misses short, which the panel needs as well. A dense row may begin anywhere in a line: of the
 // three it then touches, the first is the panel before's as well.
 inline void fetch_targets(const Tile& tile, int num_rows, int block, int num_blocks) {
-  if (!tile.target) return;
   for (int m = num_rows * block / num_blocks; m < num_rows * (block + 1) / num_blocks; ++m)
     for (int line = 0; line < kPanelVectors; ++line)
       prefetch_to_write(tile.target + m * tile.target_stride + line * 64 + 63);
@@ -81,7 +80,8 @@ inline void multiply_vectors(const Tile& tile, int first_vector) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[m][v] = zero();
     const int stop = std::min(steps, block + kBlock);
-    if (kFetches) fetch_targets(tile, kRows, block / kBlock, (steps + kBlock - 1) / kBlock);
+    if (kFetches && tile.target)  // asked here: inside the call g++ 12 makes slower code of the loop
+      fetch_targets(tile, kRows, block / kBlock, (steps + kBlock - 1) / kBlock);
     for (int step = block; step < stop; ++step) {
       typename Kind::Vector w[kVectors];
 #pragma GCC unroll 4

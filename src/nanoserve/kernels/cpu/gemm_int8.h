@@ -111,7 +111,7 @@ struct Int8Kernel {
     constexpr int kVectors = kPanelVectors;
     const uint8_t* weights = tile.panel;
     const uint8_t* inputs = tile.rows;
-    if (kRows >= 4) fetch_targets(tile, kRows, 0, 1);
+    if (kRows >= 4 && tile.target) fetch_targets(tile, kRows, 0, 1);
     F32 total[kRows][kVectors];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
