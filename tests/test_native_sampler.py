@@ -276,3 +276,23 @@ def test_a_row_that_the_core_has_no_memory_for_is_an_error() -> None:
     row = PreparedRow(core, np.zeros(5, dtype=np.float32), row_of(), 0.5)
     with pytest.raises(RuntimeError, match=r"could not sample a row \(status 2\)"):
         row.draw()
+
+
+@pytest.mark.parametrize(
+    "logits, more, words",
+    [
+        (np.zeros(0, np.float32), {}, "0 logits"),
+        (np.zeros((1, 5), np.float32), {}, r"must be float32 \(5,\)"),
+        (np.zeros(5), {}, "got float64"),
+        (np.zeros(10, np.float32)[::2], {}, "without gaps"),
+        (np.zeros(5, np.float32), {"num_token_ids": 6}, "6 ids to draw"),
+        (np.zeros(5, np.float32), {"num_token_ids": 0}, "0 ids to draw"),
+        (np.zeros(5, np.float32), {"target": 5}, "target 5"),
+    ],
+    ids=str,
+)
+def test_a_row_that_the_core_would_read_beyond_is_refused(
+    logits: NDArray[np.float32], more: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        PreparedRow(library.load(), logits, row_of(), 0.5, **more)

@@ -455,7 +455,8 @@ class PreparedRow:
     """One row of logits, ready for the core's sampler alone: for tests, and for whoever times it.
 
     The logits [V] are read where they lie, at every `draw`. Ids from `num_token_ids` on (None:
-    no such ids) are never drawn; with a `target` that token is scored instead.
+    no such ids) are never drawn; with a `target` that token is scored instead. Raises ValueError
+    for logits that are not a row of float32 without gaps, and for ids outside it.
     """
 
     def __init__(
@@ -468,7 +469,14 @@ class PreparedRow:
         num_token_ids: int | None = None,
         target: int = SAMPLED,
     ) -> None:
-        (vocab_size,) = logits.shape
+        vocab_size = logits.size
+        check_floats("logits", logits, (vocab_size,), is_written=False)
+        if num_token_ids is None:
+            num_token_ids = vocab_size
+        if not 1 <= num_token_ids <= vocab_size or target >= vocab_size:
+            raise ValueError(
+                f"{num_token_ids} ids to draw, target {target}: the row has {vocab_size} logits"
+            )
         self._logits, self._sampling = logits, sampling
         self._encoder = RowEncoder()  # it keeps what the row points to
         rows = self._encoder.encode(
@@ -479,7 +487,7 @@ class PreparedRow:
         self._arguments = (
             address_of(logits),
             vocab_size,
-            vocab_size if num_token_ids is None else num_token_ids,
+            num_token_ids,
             Row.from_buffer(rows),
             self._answer.result(),
         )
