@@ -418,7 +418,8 @@ void run_step(Model& model, const NsBatch& batch, const NsResult& result) {
     model.cache->copy_block(batch.block_copies[2 * i], batch.block_copies[2 * i + 1]);
   for (int first = 0; first < batch.num_tokens; first += kSliceRows)
     Slice(model, batch, first, std::min(kSliceRows, batch.num_tokens - first)).run();
-  // Nobody reads what is not sampled: then as many rows as buffers hold share a reading of the head.
+  // Rows that are sampled are read again soon, and few are kept near. Of others, as many as the
+  // buffers hold share a reading of the head.
   const int most = samples(result) ? kLogitRows : std::max(kLogitRows, tokens_at_once(batch));
   for (int first = 0; first < batch.num_rows; first += most) {
     const int count = std::min(most, batch.num_rows - first);
